@@ -62,6 +62,7 @@ class Accelerate(Backend):
         axes={"tensor": ("nothing", "gradients", "parameters"), "context": ("gradients", "parameters")},
         axes_lacked={
             "pipeline": "Accelerate runs pipelines for inference alone",
+            "expert": "Accelerate's ParallelismConfig has no size for experts",
             "context": "Accelerate's ParallelismConfig takes cp_size with an FSDP2 plugin only, which shards the model "
             "over these ranks as well; use shard: parameters or gradients",
         },
@@ -93,7 +94,7 @@ class Accelerate(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             yield from _axes_refusals(config)
         if not uses_deepspeed(config):
             return
@@ -122,9 +123,7 @@ class Accelerate(Backend):
     @override
     def idle_options(self, config: Config) -> Iterator[tuple[str, str]]:
         own = options_of(config)
-        if own.find_unused_parameters != "auto" and (
-            config.parallel.shard != "nothing" or config.parallel.axes.ranks > 1
-        ):
+        if own.find_unused_parameters != "auto" and (config.parallel.shard != "nothing" or config.parallel.axes.split):
             yield "options.accelerate.find_unused_parameters", "it is DDP's, which this strategy does not use"
         if own.through != "deepspeed" and config.parallel.shard != "nothing":
             theirs = deepspeed.options.model_validate(config.options.get("deepspeed", {}))
@@ -146,13 +145,13 @@ class Accelerate(Backend):
         settings: dict[str, Any] = {
             "Accelerator": {"mixed_precision": accelerate_precision(config), "gradient_accumulation_steps": 1}
         }
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             settings["ParallelismConfig"] = parallelism_settings(config, config.parallel.data)
         if uses_deepspeed(config):
             return settings | {"DeepSpeedPlugin": {"hf_ds_config": deepspeed.native_config(config, parameters)}}
         if config.parallel.shard != "nothing":
             return settings | {"FullyShardedDataParallelPlugin": fsdp_plugin_settings(config)}
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             return settings
         find_unused_parameters = options_of(config).find_unused_parameters
         return settings | {
@@ -164,9 +163,13 @@ class Accelerate(Backend):
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        from unipar_mesh.context.model_attentions import describe_attentions
         from unipar_mesh.tensor.tensor_model import describe_cuts
 
-        return describe_cuts(part, config)
+        if config.parallel.tensor > 1:
+            yield from describe_cuts(part, config)
+        elif config.parallel.context > 1:
+            yield from describe_attentions(part, config)
 
     @override
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:
@@ -180,7 +183,7 @@ class Accelerate(Backend):
     def predict(self, config: Config, timeline: StepTimeline, ranks: int, *, device: str) -> Prediction:
         if uses_deepspeed(config):
             return deepspeed.predict(config, timeline, ranks, device=device)
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             from unipar_mesh.prediction.predict_mesh import predict_mesh
 
             options = MeshOptions()
@@ -224,7 +227,7 @@ class Accelerate(Backend):
             from unipar_accelerate.zero import build_zero_engine
 
             return build_zero_engine(part, config, world)
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             from unipar_accelerate.mesh_engine import AccelerateMeshEngine
 
             return AccelerateMeshEngine(part, config, world)
@@ -266,7 +269,7 @@ def accelerate_precision(config: Config) -> str:
 
     Under FSDP2 and DeepSpeed its bf16 means bf16 parameters, so bf16-mixed is "no" there: unipar autocasts itself.
     """
-    if config.parallel.axes.ranks > 1:
+    if config.parallel.axes.split:
         return "no"
     word = "bf16-mixed" if config.parallel.shard == "nothing" else "bf16-master"
     return "bf16" if config.train.precision == word else "no"

@@ -158,10 +158,9 @@ def _read_parallelism(keys: ForeignSection) -> None:
     if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1:
         reading.put("backend", "native", "one mesh of all axes")
         reading.drop_options()
-    if sizes["tp"] * sizes["cp"] * sizes["sp"] > 1 and reading.config.get("train.precision") == "bf16-master":
-        mixed = "fp32 weights, computed in bf16: bf16-master does not go with tp, cp and sp"
-        if not reading.assume_default("train.precision", "bf16-mixed", mixed):
-            reading.refuse("mixed_precision", "bf16-master does not go with tp, cp and sp", "train.precision")
+        reading.replace_master_weights("mixed_precision", "tp, cp and sp")
+    if sizes["sp"] > 1:
+        reading.put("options.native.attention", "ulysses", "parallelism_config.sp_size")
 
 
 def _put_data_ranks(reading: ForeignConfigReader, data: int, others: int) -> None:

@@ -52,7 +52,7 @@ def _contradictions(config: Config, through: str, word: str | None, environ: Map
 
 def _parallelism_contradictions(config: Config, variables: LaunchVariables) -> Iterator[str]:
     axes, data = config.parallel.axes, config.parallel.data
-    if axes.ranks == 1:
+    if not axes.split:
         ours = "the config says neither parallel.tensor nor parallel.context"
         yield f"{_LAUNCH_WAS_TOLD} a parallelism_config, and {ours}; leave it out there"
         return

@@ -111,6 +111,7 @@ class DeepSpeed(Backend):
         axes_lacked={
             "pipeline": "DeepSpeed's PipelineModule takes a list of layers, so the model would have to be rewritten; "
             "with a clip and ZeRO-0 it was 2e-3 off one process, and it refuses ZeRO-2 and ZeRO-3",
+            "expert": "DeepSpeed's AutoEP is not offered here yet",
             "context": "DeepSpeed's Ulysses is an attention layer, which has to be written into the model",
         },
         launchers=(

@@ -30,7 +30,7 @@ def script(outline: Outline) -> Script:
     precision, stage = config.train.precision, SHARDS.index(config.parallel.shard)
     strategy = f"deepspeed/{config.parallel.shard}"
     refuse_uncarried_options("deepspeed", strategy, config.options.get("deepspeed", {}), _CARRIED_OPTIONS)
-    if config.parallel.axes.ranks > 1:
+    if config.parallel.axes.split:
         raise Unsupported(
             strategy,
             [

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Region
@@ -28,7 +31,8 @@ from unipar.engines.gradients import clip_counted, scale_loss
 from unipar.engines.state import is_first_copy, local_part
 from unipar.planning.pipeline_order import microbatch_order
 from unipar_mesh.context import SequenceSplit
-from unipar_mesh.context.spread_attention import Way
+from unipar_mesh.context.spread_attention import Choice
+from unipar_mesh.expert.expert_parallel import arm_experts
 from unipar_mesh.look_at_model import WholeModel
 from unipar_mesh.model_split import LookAtModel, MeshSplit, ProofWay, look_together
 from unipar_mesh.options import MeshOptions, options_of
@@ -62,10 +66,12 @@ class MeshEngine(ShardedEngine):
         self.split = MeshSplit.of(part, look, world, axes, vocabulary=options.vocabulary == "split")
         sites = calls_of_blocks(part.module, {} if axes.context > 1 else look.plans)
         shell = place_model(part.module, self.split.own_blocks, self.placement(config, world), world.device)
-        super().__init__(part, config, world)
+        super().__init__(replace(part, optimizer=partial(_optimizer_by_mesh, part.optimizer)), config, world)
         self._call_through(shell, part, config)
         self._count_elements_once()
         self._arm_tensor(part, sites)
+        for layer in self.split.own_experts:
+            arm_experts(part.module, layer, self.world.groups.experts())
         self._sequences = self._arm_context(part, options.attention)
         self._stage, self._executor = self._arm_pipeline(part, shell)
         self._prove(part, look, full, narrowest, options.proof)
@@ -84,6 +90,7 @@ class MeshEngine(ShardedEngine):
         self._owner_groups = self._groups_of_owners(self.world)
         names = {id(p): name for name, p in self.kept.items()}
         self._counted = [self.speaks_for(names[id(p)], p) for p in self.trained]
+        self._gradients_of_experts = [p for p in self.trained if names[id(p)] in self.split.names_of_experts]
 
     def _arm_tensor(self, part: Part, sites: Mapping[str, CallsOfBlock]) -> None:
         """Let blocks, embedding and head compute with parts of their matrices."""
@@ -95,7 +102,7 @@ class MeshEngine(ShardedEngine):
         if self.split.vocabulary is not None:
             arm_vocabulary(part.module, self.split.vocabulary, self.group("tensor"))
 
-    def _arm_context(self, part: Part, way: Way) -> SequenceSplit | None:
+    def _arm_context(self, part: Part, way: Choice) -> SequenceSplit | None:
         """Return the hooks that cut sequences over `context`, if they are."""
         if self.axes.context == 1:
             return None
@@ -139,7 +146,8 @@ class MeshEngine(ShardedEngine):
             say_unproved(self.world.rank)
             return
         assert part.loss is not None
-        batch = to_device(look.batch, self.world.device) if has_own_memory(self.world.device) else look.batch
+        batch = look.batch_of(self.split.expert_seat)
+        batch = to_device(batch, self.world.device) if has_own_memory(self.world.device) else batch
         proof: Any = prove if way == "whole" else partial(prove_blocks, sequences=self._sequences)
         proof(self, part.loss, batch, full, dtype=narrowest, words=self.split.words)
 
@@ -163,7 +171,20 @@ class MeshEngine(ShardedEngine):
                 mesh = world.groups.copies_of_ranks(*copies_by_machine(world.mesh, world.machines))
             else:
                 mesh = world.groups.copies_and_shards(over * self.axes.context)
-        return Placement(self.split.absent, self.split.cuts, self.mesh.seat["tensor"], mesh, settings)
+        parts = self.split.own_parts(self.mesh.seat["tensor"])
+        return Placement(self.split.absent, parts, mesh, *self._experts_of_rank(config, world), settings)
+
+    def _experts_of_rank(self, config: Config, world: World) -> tuple[list[str], DeviceMesh | None]:
+        """Return the modules of this rank's experts, and the mesh of ranks that train the same ones."""
+        expert = self.axes.expert
+        if expert == 1:
+            return [], None
+        over = config.parallel.shard_over or world.data_size
+        assert isinstance(over, int)
+        shards = 1 if config.parallel.shard == "nothing" else max(1, over // expert) * self.axes.context
+        layers = self.split.own_experts
+        names = [name for layer in layers for name in layer.sharded_modules(self.split.expert_seat, expert)]
+        return names, world.groups.copies_and_shards_of_experts(shards)
 
     def _groups_of_owners(self, world: World) -> Mapping[tuple[int, ...], dist.ProcessGroup]:
         """Return this rank's group for each set of stages that share parameters; all ranks make all groups."""
@@ -274,6 +295,9 @@ class MeshEngine(ShardedEngine):
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 dist.all_reduce(local_part(p.grad), group=self._owner_groups[stages])
+        if self._gradients_of_experts:  # FSDP2 takes their mean over fewer ranks than those whose tokens they got
+            grads = [local_part(p.grad) for p in self._gradients_of_experts if p.grad is not None]
+            torch._foreach_mul_(grads, 1.0 / self.axes.expert)  # pyright: ignore[reportPrivateUsage]
         if self.axes.schedule == "zerobubble":
             average_over_copies(self.trained, self.world)
 
@@ -318,14 +342,14 @@ class MeshEngine(ShardedEngine):
 
     @override
     def local_regions(self, name: str, t: Tensor) -> Iterator[tuple[Region, Tensor]]:
-        part = self.split.cuts.get(name)
+        part = self.split.own_parts(self.mesh.seat["tensor"]).get(name)
         if part is None or t.ndim == 0:
             yield from super().local_regions(name, t)
             return
         local, first = local_part(t), 0
         if isinstance(t, DTensor):
             _, (first, *_) = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-        regions = part.regions(self.mesh.seat["tensor"], first, len(local))
+        regions = part.cut.regions(part.seat, first, len(local))
         for region, (rows, *columns) in regions:
             yield region, local[(slice(rows.start - first, rows.stop - first), *columns)]
         if not regions:
@@ -338,7 +362,10 @@ class MeshEngine(ShardedEngine):
             return False
         if seat["tensor"] != 0 and (name not in self.split.cuts or t.ndim == 0):
             return False
-        return is_first_copy(t, self.world) if isinstance(t, DTensor) else seat["data"] == 0 and seat["context"] == 0
+        if isinstance(t, DTensor):
+            return is_first_copy(t, self.world)
+        listed = name in self.split.names_of_experts and name not in self.split.expert_cuts
+        return seat["data"] == (self.split.expert_seat if listed else 0) and seat["context"] == 0
 
     @override
     def buffers_to_save(self) -> Iterator[tuple[str, Tensor]]:
@@ -354,6 +381,20 @@ class MeshEngine(ShardedEngine):
 
     def _home_of_buffer(self, name: str) -> int:
         return self.mesh.rank_at(pipeline=self.split.seat_of_buffer(name), data=0, context=0, tensor=0)
+
+
+def _optimizer_by_mesh(make: Callable[[nn.Module], Optimizer], module: nn.Module) -> Optimizer:
+    """Return the optimizer, with parameters of one mesh in each of its groups: kernels take no others together."""
+    optimizer = make(module)
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        by_mesh: dict[Any, list[Any]] = {}
+        for p in group["params"]:
+            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+        groups += [{**group, "params": params} for params in by_mesh.values()]
+    if len(groups) > len(optimizer.param_groups):
+        optimizer.param_groups[:] = groups
+    return optimizer
 
 
 def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:

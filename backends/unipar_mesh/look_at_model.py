@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import mean, median
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -192,20 +192,22 @@ def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
     return modules, tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
 
 
-def whole_gradients(model: nn.Module, fn: Fn, batch: Any) -> WholeModel:
-    """Return loss and gradients of the whole model in evaluation mode, which draws no random numbers."""
+def whole_gradients(model: nn.Module, fn: Fn, *batches: Any) -> WholeModel:
+    """Return loss and gradients of the whole model, over these microbatches, in evaluation mode: nothing is drawn."""
     with unchanged(model, fn):
         model.eval()
-        loss = fn(model, batch)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        loss, gradients = torch.zeros(()), dict[str, Tensor]()
+        for batch in batches:
+            share = fn(model, batch) / len(batches)
+            each: Any = torch.autograd.grad(share, list(named.values()), allow_unused=True)
+            for name, gradient in zip(named, each, strict=True):
+                if gradient is not None:
+                    gradients[name] = gradients[name] + gradient if name in gradients else gradient
+            loss = loss + share.detach()
     sketches = TensorSketcher(keep=False)
-    known = {
-        name: sketch_whole_tensor(sketches, name, gradient)
-        for name, gradient in zip(named, cast("tuple[Tensor | None, ...]", gradients), strict=True)
-        if gradient is not None
-    }
-    return WholeModel(float(loss.detach()), known)
+    known = {name: sketch_whole_tensor(sketches, name, gradients[name]) for name in named if name in gradients}
+    return WholeModel(float(loss), known)
 
 
 def without_frozen_models(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:

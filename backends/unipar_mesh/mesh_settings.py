@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from unipar.backend import resources
 from unipar.backend.refusals import Refusals, conditions_of, refusals_met
@@ -11,17 +12,21 @@ from unipar.utils.text import format_size
 from unipar_mesh.options import options_of
 from unipar_mesh.pipeline.schedule_refusals import refusals_of_torch_schedules
 
+_FEWEST_BYTES: Final = (
+    "ulysses for attention whose heads divide and in which it sends fewer bytes than gather, else gather"
+)
+
 
 def describe_attention(config: Config) -> str:
     """Return how attention reaches the positions of other ranks."""
     way = options_of(config).attention
     if way == "auto" and resources.choose_device(config)[0] == "cpu":
-        return "gather: keys and values of all ranks; torch's own ring attention has kernels for CUDA only"
+        return f"{_FEWEST_BYTES}; torch's own ring attention has kernels for CUDA only"
     return {
-        "auto": "torch's own ring attention, where it can do it; else keys and values are gathered, and rank 0's log "
-        "says why",
+        "auto": f"torch's own ring attention, where it can do it; else {_FEWEST_BYTES}, and rank 0's log says why",
         "gather": "gather: keys and values of all ranks",
         "ring": "ring: keys and values pass from rank to rank",
+        "ulysses": "ulysses: ranks trade their positions for some of the heads, by an all-to-all, and back by another",
         "torch": "torch's own ring attention; what it cannot do is refused",
     }[way]
 
@@ -57,6 +62,16 @@ def mesh_refusals(config: Config) -> Iterator[str]:
             "options.native.proof: blocks is not available with parallel.sequence: true, where a block between others "
             "has a part of its input; take proof: whole, or leave sequence out"
         )
+    if options_of(config).proof == "blocks" and axes.expert > 1:
+        yield (
+            "options.native.proof: blocks is not available with parallel.expert, where a block's experts have other "
+            "ranks' samples too; take proof: whole"
+        )
+    if config.parallel.shard_over == "machine" and axes.expert > 1:
+        yield (
+            "parallel.shard_over: machine is not available with parallel.expert: give the number of a machine's ranks "
+            "that train on different data"
+        )
     if options_of(config).vocabulary == "split" and axes.tensor > 1 and axes.pipeline > 1:
         yield (
             "options.native.vocabulary: split is not available with pipeline: embedding and head lie on different "
@@ -84,7 +99,8 @@ _AXES_REFUSALS: Refusals = {
 def axes_refusals(config: Config) -> Iterator[str]:
     """Yield a sentence for each key that no library takes beside blocks that unipar has split."""
     axes = config.parallel.axes
-    blocks = {"split blocks": str(axes)} if axes.tensor > 1 or axes.context > 1 else {"whole blocks": "pipeline"}
+    split = axes.tensor > 1 or axes.context > 1 or axes.expert > 1
+    blocks = {"split blocks": str(axes)} if split else {"whole blocks": "pipeline"}
     yield from refusals_met(conditions_of(config) | {"axes": str(axes)} | blocks, _AXES_REFUSALS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import nn
@@ -16,10 +17,12 @@ from unipar.config.sections.strategy import Axes
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import cast_floats
 from unipar.errors import TaskError
+from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
+from unipar_mesh.expert.find_experts import find_experts
 from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_mesh.proof.proof_of_blocks import WholeBlocks, blocks_to_prove, sketch_blocks
 from unipar_mesh.refusal_sentences import refuse_empty_plans
-from unipar_mesh.tensor.cuts import BlockPlan, ParameterCut
+from unipar_mesh.tensor.cuts import BlockPlan, OwnPart, ParameterCut
 from unipar_mesh.tensor.tensor_model import cuts_of_model, plan_blocks
 from unipar_mesh.tensor.vocabulary import Vocabulary, find_vocabulary
 
@@ -33,6 +36,13 @@ class LookAtModel(NamedTuple):
     batch: Any
     facts: ModelFacts
     plans: Mapping[str, BlockPlan]
+    experts: Sequence[ExpertLayer] = ()
+    others: Sequence[Any] = ()
+    """Further microbatches: each rank with other experts is tried on one of its own."""
+
+    def batch_of(self, seat: int) -> Any:
+        """Return the microbatch of the ranks with these experts."""
+        return self.others[seat - 1] if seat else self.batch
 
 
 def look_together(
@@ -43,21 +53,31 @@ def look_together(
     def look() -> tuple[LookAtModel, WholeModel | WholeBlocks | None]:
         assert part.loss is not None
         assert part.sample is not None
-        batch = part.sample()
-        cast_to = batch_dtype(config.train.precision)
-        inputs = batch if cast_to is None else cast_floats(batch, cast_to)
         axes = config.parallel.axes
+        batch, *others = _microbatches(part, axes.expert)
+        cast_to = batch_dtype(config.train.precision)
+        inputs, *other_inputs = (each if cast_to is None else cast_floats(each, cast_to) for each in (batch, *others))
         facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
-        plans = _plan_tensor(part, facts, world, axes)
+        experts = find_experts(part, inputs, axes.expert) if axes.expert > 1 else ()
+        with experts_left_out(part.module, experts):
+            plans = _plan_tensor(part, facts, world, axes)
         full: WholeModel | WholeBlocks | None = None
         if proof == "whole":
-            full = whole_gradients(part.module, part.loss, inputs)
+            full = whole_gradients(part.module, part.loss, inputs, *other_inputs)
         elif proof == "blocks":
             names = blocks_to_prove(part.module, facts, plans)
             full = sketch_blocks(part.module, part.loss, inputs, names)
-        return LookAtModel(batch, replace(facts, block_inputs={}), plans), full
+        return LookAtModel(batch, replace(facts, block_inputs={}), plans, experts, others), full
 
     return made_on_first_rank(world, look)
+
+
+def _microbatches(part: Part, number: int) -> list[Any]:
+    """Return this many microbatches, the same one again where the data has fewer."""
+    assert part.sample is not None
+    if number == 1 or part.samples is None:
+        return [part.sample()] * number
+    return list(islice(cycle(part.samples(number)), number))
 
 
 def made_on_first_rank(world: World, make: Callable[[], _Made]) -> _Made:
@@ -98,12 +118,22 @@ class MeshSplit:
     cuts: Mapping[str, ParameterCut]
     """How parameters are cut over `tensor`, by their names; whole ones are left out."""
 
+    experts: Sequence[ExpertLayer]
+    expert_seat: int
+    expert_cuts: Mapping[str, ParameterCut]
+    """How stacked parameters of experts are cut over `expert`."""
+
+    absent_experts: frozenset[str]
+    """Parameters of experts that only other ranks have."""
+
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the whole model's parameters."""
 
     @classmethod
     def of(cls, part: Part, look: LookAtModel, world: World, axes: Axes, *, vocabulary: bool) -> MeshSplit:
         """Return the split of the whole model; raise TaskError on all ranks if one of them has nothing to train."""
+        seat = world.mesh.expert_seat
+        absent = [layer.absent(part.module, seat, axes.expert) for layer in look.experts]
         embedding_and_head = find_vocabulary(part.module, part.blocks, axes.tensor) if vocabulary else None
         split = cls(
             axes,
@@ -112,6 +142,10 @@ class MeshSplit:
             look.plans,
             embedding_and_head,
             cuts_of_model(part.module, look.plans, embedding_and_head, axes.tensor),
+            look.experts,
+            seat,
+            cuts_of_experts(part.module, look.experts, axes.expert),
+            frozenset[str]().union(*absent),
             {name: tuple(p.shape) for name, p in part.module.named_parameters()},
         )
         split._refuse_idle_stages(part.module)
@@ -149,7 +183,24 @@ class MeshSplit:
     @cached_property
     def absent(self) -> frozenset[str]:
         """Names of the parameters that this rank does not have."""
-        return frozenset(self.shapes) - self.needs[self.seat]
+        return frozenset(self.shapes) - self.needs[self.seat] | self.absent_experts
+
+    @cached_property
+    def own_experts(self) -> list[ExpertLayer]:
+        """Layers of experts that this rank runs."""
+        blocks = tuple(f"{name}." for name in self.own_blocks)
+        return [layer for layer in self.experts if layer.name.startswith(blocks) or layer.name in self.own_blocks]
+
+    @cached_property
+    def names_of_experts(self) -> frozenset[str]:
+        """Names of the parameters of which ranks along `expert` have different ones."""
+        prefixes = tuple(f"{layer.name}." for layer in self.experts)
+        return frozenset(name for name in self.shapes if name.startswith(prefixes))
+
+    def own_parts(self, tensor_seat: int) -> dict[str, OwnPart]:
+        """Return this rank's part of each parameter that is cut."""
+        parts = {name: OwnPart(cut, tensor_seat) for name, cut in self.cuts.items()}
+        return parts | {name: OwnPart(cut, self.expert_seat) for name, cut in self.expert_cuts.items()}
 
     @cached_property
     def shared(self) -> Mapping[str, tuple[int, ...]]:

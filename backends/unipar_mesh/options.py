@@ -14,9 +14,11 @@ class MeshOptions(Section):
     """split: under parallel.tensor, embedding and head have a part of the words on each rank, and torch's cross entropy
     adds up over ranks instead of gathering the logits."""
 
-    attention: Literal["auto", "gather", "ring", "torch"] = "auto"
+    attention: Literal["auto", "gather", "ring", "ulysses", "torch"] = "auto"
     """How attention reaches other ranks' positions under parallel.context: keys and values gathered, or passed on.
-    torch: by torch's own ring attention, on CUDA only; auto: that where it can do it, else gathered."""
+    ulysses: ranks trade their positions for some of the heads, by two all-to-alls.
+    torch: by torch's own ring attention, on CUDA only. auto: that where it can do it, else ulysses if it sends fewer
+    bytes than gather, else gather."""
 
     proof: Literal["whole", "blocks", "off"] = "whole"
     """Comparison of a model split over tensor, pipeline or context with the whole one before the first step.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from unipar.engines.forward import ForwardCall
 from unipar.engines.fsdp2_sharded import fill_shard
 from unipar.engines.placement import broadcast_tensor, direct_parameters, place_tensors, replace_parameters
-from unipar_mesh.tensor.cuts import ParameterCut
+from unipar_mesh.tensor.cuts import OwnPart
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,16 @@ class Placement:
     absent: frozenset[str]
     """Names of the parameters that only other stages use."""
 
-    parts: Mapping[str, ParameterCut]
-    """Cuts of those that are split over `tensor`."""
-
-    seat: int
-    """This rank's place in `tensor`: which part it has."""
+    parts: Mapping[str, OwnPart]
+    """This rank's parts of those that are split over `tensor` or `expert`."""
 
     mesh: DeviceMesh | None
     """Copies x shards, for FSDP2; None without it."""
+
+    experts: Sequence[str]
+    """Modules of which the ranks of `mesh_of_experts` train the same experts."""
+
+    mesh_of_experts: DeviceMesh | None
 
     settings: Mapping[str, Any]
     """Further arguments of fully_shard."""
@@ -52,7 +54,7 @@ def place_model(
 
     def shape_only(p: nn.Parameter) -> nn.Parameter:
         name = first_name[id(p)]
-        shape = placement.parts[name].local_shape() if name in placement.parts else p.shape
+        shape = placement.parts[name].cut.local_shape() if name in placement.parts else p.shape
         made = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), p.requires_grad)
         if name in placement.absent:
             absent[id(made)] = made
@@ -61,9 +63,12 @@ def place_model(
     replace_parameters(module, shape_only)
     shell = ForwardCall(module, device)
     if placement.mesh is not None:
+        ignored = set(absent.values())
+        for name in placement.experts:
+            fully_shard(module.get_submodule(name), mesh=placement.mesh_of_experts, **placement.settings)
         for name in own_blocks:
-            fully_shard(module.get_submodule(name), mesh=placement.mesh, **placement.settings)
-        fully_shard(shell, mesh=placement.mesh, ignored_params=set(absent.values()), **placement.settings)
+            fully_shard(module.get_submodule(name), mesh=placement.mesh, ignored_params=ignored, **placement.settings)
+        fully_shard(shell, mesh=placement.mesh, ignored_params=ignored, **placement.settings)
     now = dict(module.named_parameters(remove_duplicate=False))
     source = {id(now[name]): p for name, p in full_parameters.items()}
     names = {id(now[name]): first_name[id(p)] for name, p in full_parameters.items()}
@@ -73,7 +78,7 @@ def place_model(
         if id(p) in absent:
             return nn.Parameter(full.new_zeros(()).expand(full.shape), requires_grad=False)
         part = placement.parts.get(names[id(p)])
-        mine = full if part is None else part.local(full, placement.seat)
+        mine = full if part is None else part.local(full)
         return fill_shard(p, mine, device) if isinstance(p, DTensor) else mine
 
     place_tensors(module, place, device, origin={id(p): now[name] for name, p in full_parameters.items()})

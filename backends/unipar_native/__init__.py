@@ -86,7 +86,7 @@ class Native(Backend):
             "train.local_steps": ("nothing",),
             "model.offload": ("parameters",),
         },
-        axes={"tensor": SHARDS, "pipeline": SHARDS, "context": SHARDS},
+        axes={"tensor": SHARDS, "pipeline": SHARDS, "context": SHARDS, "expert": SHARDS},
         gaps={
             (
                 "nothing",
@@ -112,7 +112,7 @@ class Native(Backend):
 
     @override
     def fills_from_files(self, config: Config) -> bool:
-        return config.parallel.shard in ("gradients", "parameters") and config.parallel.axes.ranks == 1
+        return config.parallel.shard in ("gradients", "parameters") and not config.parallel.axes.split
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
@@ -123,7 +123,7 @@ class Native(Backend):
             )
         if options_of(config).wrapper == "dp":
             yield from _data_parallel_refusals(config)
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             yield from mesh_refusals(config)
         yield from _ddp_refusals(config)
 
@@ -134,7 +134,7 @@ class Native(Backend):
         idle: dict[str, tuple[bool, str]] = {
             "vocabulary": (axes.tensor == 1, "parallel.tensor is 1"),
             "attention": (axes.context == 1, "parallel.context is 1"),
-            "proof": (axes.ranks == 1, "nothing is split over tensor, pipeline or context"),
+            "proof": (not axes.split, "nothing is split over tensor, pipeline, context or expert"),
             "powersgd_rank": (options.hook != "powersgd", "hook is not powersgd"),
             "powersgd_start": (options.hook != "powersgd", "hook is not powersgd"),
             "find_unused_parameters": (not wraps_in_ddp(config), no_ddp),
@@ -158,7 +158,7 @@ class Native(Backend):
             return {"mean of parameters and moments": f"every {config.train.local_steps} steps, and after the last"}
         if options_of(config).wrapper == "dp":
             return {"DataParallel": {"device_ids": data_parallel_devices(config)}}
-        if (axes := config.parallel.axes).ranks > 1:
+        if (axes := config.parallel.axes).split:
             over = config.parallel.shard_over or "all of them"
             over = "those on a machine" if over == "machine" else over
             ways = "each holds a copy" if config.parallel.shard == "nothing" else f"a copy is sharded over {over}"
@@ -191,7 +191,7 @@ class Native(Backend):
 
         from unipar_native.prediction import predict_native
 
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             return predict_mesh(config, timeline, ranks, options_of(config), device=device)
         return predict_native(config, timeline, ranks, device=device)
 
@@ -203,9 +203,13 @@ class Native(Backend):
 
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:
+        from unipar_mesh.context.model_attentions import describe_attentions
         from unipar_mesh.tensor.tensor_model import describe_cuts
 
-        return describe_cuts(part, config)
+        if config.parallel.tensor > 1:
+            yield from describe_cuts(part, config)
+        elif config.parallel.context > 1:
+            yield from describe_attentions(part, config)
 
     @override
     def join(self, config: Config, place: Place) -> World:
@@ -220,7 +224,7 @@ class Native(Backend):
 
         if options_of(config).wrapper == "dp":
             return DataParallelEngine(part, config, world)
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             from unipar_mesh.engine import MeshEngine
 
             return MeshEngine(part, config, world)
@@ -235,7 +239,7 @@ ZERO_OPTIMIZER_SETTINGS: dict[str, Any] = {"parameters_as_bucket_view": True}
 
 def wraps_in_ddp(config: Config) -> bool:
     """Return whether the config's options of DDP have an effect: neither nn.DataParallel nor a mesh takes its place."""
-    plain = config.parallel.axes.ranks == 1 and config.train.local_steps is None
+    plain = not config.parallel.axes.split and config.train.local_steps is None
     return uses_ddp(config) and plain and options_of(config).wrapper != "dp"
 
 
@@ -271,7 +275,7 @@ def data_parallel_devices(config: Config) -> list[int]:
 
 def _data_parallel_refusals(config: Config) -> Iterator[str]:
     shard, model = config.parallel.shard, config.model
-    if (axes := config.parallel.axes).ranks > 1:
+    if (axes := config.parallel.axes).split:
         yield f"parallel ({axes}) is not available: nn.DataParallel is one process; leave options.native.wrapper out"
     if shard != "nothing":
         yield (

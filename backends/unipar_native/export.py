@@ -32,7 +32,7 @@ def script(outline: Outline) -> Script:
     refuse_uncarried_options("native", f"native/{shard}", config.options.get("native", {}), _CARRIED_OPTIONS)
     outline = replace(outline, autocast=config.train.precision == "bf16-mixed")
     axes = config.parallel.axes
-    write = mesh_script if axes.ranks > 1 else _ddp_script if uses_ddp(config) else _fsdp2_script
+    write = mesh_script if axes.split else _ddp_script if uses_ddp(config) else _fsdp2_script
     command = ["torchrun", "--standalone", "--nproc-per-node", str(outline.sizes.ranks * axes.ranks), "$@", "train.py"]
     return Script({**write(outline), **sample_files(outline)}, command)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from unipar_mesh.context.block_arguments import position_dimension
 from unipar_mesh.context.kernels import attend, attend_backward
-from unipar_mesh.context.spread_attention import SequenceLayout
+from unipar_mesh.context.sequence_layout import SequenceLayout
 
 from tests.support.context_inside import CASES, OF_FOUR
 from tests.support.forks import Forks
@@ -61,7 +61,14 @@ def test_four_ranks_give_the_numbers_of_one_process(said: dict[int, dict[str, An
 
 
 @pytest.mark.parametrize(
-    "name", ["char gpt, bf16", "llama, mask, bf16", "char gpt, bf16, ring", "char gpt, bf16, torch's ring"]
+    "name",
+    [
+        "char gpt, bf16",
+        "llama, mask, bf16",
+        "char gpt, bf16, ring",
+        "char gpt, bf16, ulysses",
+        "char gpt, bf16, torch's ring",
+    ],
 )
 def test_autocast_differs_by_rounding_only(said: dict[int, dict[str, Any]], name: str) -> None:
     off = said[2][name]
@@ -167,6 +174,16 @@ REFUSALS = [
         "torch's ring cannot do it",
     ),
     (
+        "ulysses, one head",
+        "options.native.attention: ulysses cannot do the attention of blocks.0: 1 head of queries cannot be divided "
+        "evenly among 2 ranks of parallel.context; say gather or ring",
+    ),
+    (
+        "ulysses, few positions",
+        "options.native.attention: ulysses cannot tell whether a mask of blocks.0 has one row for all of 3 positions, "
+        "where one of 2 ranks has one position: take longer sequences, or say gather or ring",
+    ),
+    (
         "compiled",
         "parallel.context: layers.1 is compiled, and compiled attention cannot be cut over ranks: leave "
         "model.compile out",
@@ -200,6 +217,18 @@ def test_a_rank_keeps_its_part_and_sends_keys_and_values(said: dict[int, dict[st
     assert four["gather: backward"] == 3 * (2 * 2 * 32768 + 16384)
     assert two["ring: backward"] == 2 * (65536 + 2 * 65536) + 32768  # gradients go one step further, home
     assert four["ring: backward"] == 2 * (3 * 32768 + 4 * 32768) + 3 * 16384
+
+
+def test_ranks_that_trade_positions_for_heads_send_less_the_more_they_are(said: dict[int, dict[str, Any]]) -> None:
+    """Queries, keys, values and results of a rank are 2 x 512 / C x 64 x 4 bytes a block, of which it sends no 1 / C.
+
+    Results are kept twice: by heads for attention's backward, by positions for that of what follows.
+    """
+    two, four = said[2]["bytes"], said[4]["bytes"]
+    assert two["ulysses: kept"] == two["whole: kept"] // 2 + 2 * 32768
+    assert four["ulysses: kept"] == two["whole: kept"] // 4 + 2 * 16384
+    assert two["ulysses: forward"] == two["ulysses: backward"] == 2 * 65536 + 32768
+    assert four["ulysses: forward"] == four["ulysses: backward"] == 3 * (2 * 16384 + 16384)
 
 
 def test_causal_work_is_even() -> None:

@@ -1,4 +1,4 @@
-"""Options of the mesh: a vocabulary in parts, attention in a ring; and what has no effect."""
+"""Options of the mesh: a vocabulary in parts, ways of attention; and what has no effect."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def test_a_vocabulary_in_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_attention_in_a_ring(tmp_path: Path) -> None:
-    """Keys and values pass from rank to rank; losses are those of one process."""
-    ring = losses(tmp_path / "ring", LETTERS, {"context": 2}, attention="ring")
-    assert ring == pytest.approx(losses(tmp_path / "one", LETTERS, {}), abs=2e-6)
+@pytest.mark.parametrize("attention", ["gather", "ring", "ulysses"])
+def test_ways_of_attention(tmp_path: Path, attention: str) -> None:
+    """Keys and values are gathered or pass from rank to rank, or positions are traded: losses are one process's."""
+    split = losses(tmp_path / attention, LETTERS, {"context": 2}, attention=attention)
+    assert split == pytest.approx(losses(tmp_path / "one", LETTERS, {}), abs=2e-6)
 
 
 @pytest.mark.sweep

@@ -118,13 +118,30 @@ def test_two_stages(traces: TaskTraces) -> None:
     assert (first.rank.whole.sent_on, second.rank.whole.sent_back) == ((0, HIDDEN), (0, HIDDEN))
 
 
-def test_a_sequence_in_two_parts(traces: TaskTraces) -> None:
-    """Keys and values of both ranks are gathered in forward and backward, and hidden states behind the last block."""
-    (traced,) = traces.of(in_strategy("native/nothing+context2", 2))
-    assert sent(traced) == {
-        ("context", "all_gather"): (0.0, 3 * 2 * 2 * HIDDEN + HIDDEN, 7),
-        ("context", "reduce_scatter"): (0.0, 3 * 2 * HIDDEN + HIDDEN, 4),
-    }
+@pytest.mark.parametrize(
+    ("attention", "sent_by_attention"),
+    [
+        ("gather", {"all_gather": (0.0, 3 * 2 * 2 * HIDDEN, 6), "reduce_scatter": (0.0, 3 * 2 * HIDDEN, 3)}),
+        ("ulysses", {"all_to_all": (0.0, 3 * 2 * 2 * HIDDEN, 3 * 2 * 2)}),
+        ("auto", {"all_to_all": (0.0, 3 * 2 * 2 * HIDDEN, 3 * 2 * 2)}),
+    ],
+)
+def test_a_sequence_in_two_parts(
+    traces: TaskTraces, attention: str, sent_by_attention: dict[str, tuple[float, float, int]]
+) -> None:
+    """Keys and values are gathered in forward and backward, or a rank's half of four tensors is traded for heads.
+
+    Hidden states are gathered behind the last block.
+    """
+    config = in_strategy("native/nothing+context2", 2).changed({"options": {"native": {"attention": attention}}})
+    (traced,) = traces.of(config)
+    found = sent(traced)
+    behind: dict[str, tuple[float, float, int]]
+    behind = {"all_gather": (0.0, HIDDEN, 1), "reduce_scatter": (0.0, HIDDEN, 1)}
+    for name, (base, slope, calls) in sent_by_attention.items():
+        _, more, again = behind.get(name, (0.0, 0.0, 0))
+        behind[name] = (base, slope + more, calls + again)
+    assert found == {("context", name): volume for name, volume in behind.items()}
 
 
 def test_a_step_of_eight_ranks(traces: TaskTraces) -> None:
@@ -208,7 +225,7 @@ def test_two_stages_on_each_of_two_ranks(traces_of_four: TaskTraces) -> None:
     assert sent(second) == {("pipeline", "send"): (STATE, 3 * HIDDEN, 2 + 2)}
     assert [(stage.sent_on, stage.sent_back, stage.received) for stage in first.rank.stages] == [
         ((STATE, HIDDEN), (0, 0), (0, HIDDEN)),
-        ((STATE, HIDDEN), (0, HIDDEN), (STATE, 2 * HIDDEN)),
+        ((STATE, HIDDEN), (0, HIDDEN), (0, 2 * HIDDEN)),
     ]
 
 
@@ -243,7 +260,7 @@ def test_steps_with_two_stages_on_a_rank(traces_of_four: TaskTraces) -> None:
     whole = 2 * block + TIED + 2 * 16 * 4
     assert halves.sent[3] == CommVolume("data", "all_reduce", whole, 23, 2)
     buffers = next(term for term in halves.phases[-1].terms if term.name == "buffers for what other stages send")
-    assert buffers.size == 2 * (2 * STATE + 2 * 3 * HIDDEN)
+    assert buffers.size == 2 * 2 * 3 * HIDDEN
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16-mixed", marks=pytest.mark.sweep)])

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from unipar_mesh.context import kernels, torch_ring
 from unipar_mesh.context import spread_attention as attention
-from unipar_mesh.context.spread_attention import SequenceLayout, Way, attend_over_ranks
+from unipar_mesh.context.sequence_layout import SequenceLayout
+from unipar_mesh.context.spread_attention import Way, attend_over_ranks
 from unipar_mesh.context.torch_ring import attend_in_torch_ring, why_no_torch_ring
 
 import unipar
@@ -167,11 +168,15 @@ def test_why_keys_are_gathered_is_told_once(
     monkeypatch.setattr(attention, "_reasons_logged", set[str]())
     with caplog.at_level(logging.WARNING, "unipar"):
         for number in range(2):
-            attention.tell_once(f"layers.{number}", "there is a mask, and torch's ring takes is_causal alone")
-            attention.tell_once("layers.0", f"torch's ring needs equal parts, and 2 x 2 does not divide {30 + number}")
+            attention.tell_once(
+                f"layers.{number}", "there is a mask, and torch's ring takes is_causal alone", "ulysses"
+            )
+            attention.tell_once(
+                "layers.0", f"torch's ring needs equal parts, and 2 x 2 does not divide {30 + number}", "gather"
+            )
     assert [record.getMessage() for record in caplog.records] == [
         "parallel.context: the attention of layers.0 is not torch's own: there is a mask, and torch's ring takes "
-        "is_causal alone; gather is used instead",
+        "is_causal alone; ulysses is used instead",
         "parallel.context: the attention of layers.0 is not torch's own: torch's ring needs equal parts, and 2 x 2 "
         "does not divide 30; gather is used instead",
     ]
@@ -228,13 +233,19 @@ def test_a_run_on_the_cpu_is_refused(tmp_path: Path) -> None:
         (
             "cpu",
             {},
-            "gather: keys and values of all ranks; torch's own ring attention has kernels for CUDA only",
+            "ulysses for attention whose heads divide and in which it sends fewer bytes than gather, else gather; "
+            "torch's own ring attention has kernels for CUDA only",
         ),
         (
             "cuda",
             {},
-            "torch's own ring attention, where it can do it; else keys and values are gathered, and rank 0's log says "
-            "why",
+            "torch's own ring attention, where it can do it; else ulysses for attention whose heads divide and in "
+            "which it sends fewer bytes than gather, else gather, and rank 0's log says why",
+        ),
+        (
+            "cpu",
+            {"attention": "ulysses"},
+            "ulysses: ranks trade their positions for some of the heads, by an all-to-all, and back by another",
         ),
         ("cpu", {"attention": "ring"}, "ring: keys and values pass from rank to rank"),
         ("cuda", {"attention": "gather"}, "gather: keys and values of all ranks"),

@@ -85,6 +85,11 @@ def test_what_they_run() -> None:
             "what is compiled into gradients of inputs and of weights; leave it out, or take schedule interleaved",
         ),
         (
+            {"parallel": {"data": 2, "pipeline": 2, "expert": 2, "schedule": "zerobubble"}},
+            "parallel.schedule: zerobubble is not available with expert: 2: it averages gradients over all ranks of "
+            "the data at once, and ranks along expert hold different experts; take another schedule",
+        ),
+        (
             {"parallel": {"data": 1, "pipeline": 2, "shard": "parameters", "schedule": "zerobubble"}},
             "parallel.schedule: zerobubble is not available with parallel.shard: parameters: it computes gradients of "
             "weights apart from the backward in which FSDP2 would reduce them, so that they would stay empty; take "
@@ -122,23 +127,29 @@ def test_fewer_blocks_than_stages() -> None:
     )
 
 
-@pytest.mark.sweep
 @pytest.mark.usefixtures("forked")
-def test_a_shape_that_is_new_to_one_share_of_the_data(tmp_path: Path) -> None:
-    """All ranks find shapes again, as FSDP2 gathers on all or on none; the losses are those of one process."""
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param({"data": 1}, id="dropout"),
+        pytest.param({"data": 2, "shard": "parameters"}, id="shapes new to one share", marks=pytest.mark.sweep),
+    ],
+)
+def test_losses_are_those_of_one_process(split: dict[str, Any], tmp_path: Path) -> None:
+    """Masks of dropout are the same, and all ranks find shapes again, as FSDP2 gathers on all or on none."""
     config = {
         "task": {"use": f"{Path(__file__).parents[1]}/support/pipelined.py:Skewed"},
         "device": "cpu",
-        "batch": {"total": 8, "micro": 2},
+        "batch": {"total": 4 * split["data"], "micro": 2},
         "data": {"last_batch": "drop", "shuffle": False},
-        "train": {"steps": 4, "optimizer": {"name": "adamw", "lr": 0.01}, "seed": 3},
+        "train": {"steps": 2 * split["data"], "optimizer": {"name": "adamw", "lr": 0.01}, "seed": 3},
         "log": {"every": 1},
         "launch": {"heartbeat": 60},
     }
-    split = {"data": 2, "pipeline": 2, "schedule": "interleaved", "shard": "parameters"}
+    parallel = {"pipeline": 2, "schedule": "interleaved", **split}
     one = unipar.launch({**config, "backend": "single", "out": str(tmp_path / "one")}, quiet=True)
-    four = unipar.launch({**config, "parallel": split, "out": str(tmp_path / "four")}, quiet=True)
-    assert [loss for _, loss in four.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-6)
+    piped = unipar.launch({**config, "parallel": parallel, "out": str(tmp_path / "piped")}, quiet=True)
+    assert [loss for _, loss in piped.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-6)
 
 
 def test_blocks_that_do_not_run_are_not_gathered() -> None:

@@ -104,6 +104,14 @@ def test_how_it_splits(
     assert made["train"]["precision"] == ("bf16-master" if "shard" in parallel else "bf16-mixed")
 
 
+@pytest.mark.parametrize("name", ["sequence_parallel_size", "ulysses_sequence_parallel_size"])
+def test_positions_traded_for_heads(name: str, tmp_path: Path) -> None:
+    """Sequences are cut as by other arguments, and attention is computed as these tools do."""
+    made = said(bring(tmp_path, RECIPE | {name: 4}))
+    assert made["parallel"] == {"context": 4}
+    assert made["options"] == {"native": {"attention": "ulysses"}}
+
+
 def test_names_of_axolotl(tmp_path: Path) -> None:
     """They are the Trainer's under other names, with other defaults; 8-bit states are torchao's, which is told."""
     made = bring(tmp_path, AXOLOTL)

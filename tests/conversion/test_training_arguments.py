@@ -340,6 +340,30 @@ def test_newer_sections(change: dict[str, Any], path: tuple[str, ...], value: An
     assert found == value
 
 
+def test_sequences_that_deepspeed_splits(tmp_path: Path) -> None:
+    """Its Ulysses is a layer of the model; native trades positions for heads in any model, with fp32 weights."""
+    file = {**LEAST, "zero_optimization": {"stage": 3, "max_live_parameters": 5_000_000}, "bf16": {"enabled": True}}
+    made = ds(tmp_path, {**file, "sequence_parallel_size": 2}, STEPS, world=4, strict=False)
+    result = said(made)
+    assert (result["backend"], result["options"]) == ("native", {"native": {"attention": "ulysses"}})
+    assert result["parallel"] == {"data": 2, "shard": "parameters", "context": 2}
+    assert result["train"]["precision"] == "bf16-mixed"
+    wrong = "bf16: bf16-master does not go with sequence_parallel_size"
+    with pytest.raises(ConfigError, match=wrong):
+        ds(tmp_path, {**file, "sequence_parallel_size": 2}, STEPS, world=4)
+    with pytest.raises(ConfigError, match="sequence_parallel_size: 3 does not divide 4 ranks"):
+        ds(tmp_path, {**LEAST, "sequence_parallel_size": 3}, STEPS, world=4)
+
+
+def test_sequences_that_accelerate_splits(tmp_path: Path) -> None:
+    """`sp_size` is Ulysses, `cp_size` is torch's ring."""
+    text = YAML + "parallelism_config: {parallelism_config_%s_size: 2}\n"
+    for name, options in {"sp": {"native": {"attention": "ulysses"}}, "cp": None}.items():
+        result = said(yaml(tmp_path, text % name, strict=False))
+        assert (result["backend"], result["parallel"]["context"]) == ("native", 2)
+        assert result.get("options") == options
+
+
 def test_a_mesh_on_several_machines(tmp_path: Path) -> None:
     """Copies, shards and matrices divide the ranks of all machines."""
     text = YAML.replace("MULTI_GPU", "FSDP").replace("num_processes: 2", "num_processes: 16")

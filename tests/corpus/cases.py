@@ -33,11 +33,85 @@ class Case:
     alive: str = ""
     """Library and version in which the error can still be seen; the engine then runs that library's own code."""
 
+    script: str = ""
+    """Script in `tests/corpus/alive` that shows it by the library alone, if it is alive."""
+
     always: bool = False
     """Whether it is verified whenever tests run; the others are in the sweeps."""
 
 
+@dataclass(frozen=True)
+class Missed:
+    """One silent error that `unipar verify` does not find."""
+
+    thread: str
+    wrong: str
+    why: str
+    """Why it is not found."""
+
+    alive: str = ""
+    script: str = ""
+
+
+MISSED = (
+    Missed(
+        "Lightning-AI/pytorch-lightning#21928",
+        "Under FSDP, clip_gradients(error_if_nonfinite=True) of Fabric ignores an infinite norm, and the step makes "
+        "weights NaN.",
+        "one process has the same infinite gradient, and there is nothing to compare; unipar ends every run at it "
+        "(`NonFinite`)",
+        alive="lightning 2.6.6",
+        script="lightning_ignores_infinity",
+    ),
+)
+
 CASES: dict[str, Case] = {
+    "fsdp-of-one-rank": Case(
+        "pytorch/pytorch!167178",
+        "FSDP2 ignored set_gradient_divide_factor in a group of one rank, as experts have it if their axis is the "
+        "world (pytorch#160285 has the doubled gradients). Since the repair it divides twice if sums are forced, "
+        "as gloo needs it, and in fp16.",
+        "averaged twice",
+        "step 1",
+        "faults._classify_factor",
+        strategy="parameters",
+        alive="torch 2.13.0",
+        script="fsdp2_divides_twice",
+    ),
+    "another-tag": Case(
+        "deepspeedai/DeepSpeed#8499",
+        "Under ZeRO-3, load_checkpoint(tag=..., load_optimizer_states=False) loads the weights of the latest "
+        "checkpoint, and returns the path and the client state of the one that was asked for.",
+        "other initial weights",
+        "step 1, forward token (rank 0, microbatch 1), backward head (rank 0, microbatch 1)",
+        "weight_faults.classify_start",
+        strategy="parameters",
+        alive="deepspeed 0.19.8",
+        script="deepspeed_another_tag",
+    ),
+    "rate-ahead": Case(
+        "huggingface/accelerate#2926",
+        "A scheduler that Accelerate has prepared moves once for every process in each step, so that a schedule made "
+        "for the steps of the run ends at a fraction of them. It does so by design, and users still report it in 2026 "
+        "(Lightricks/LTX-Video-Trainer#67).",
+        "a rate that runs ahead",
+        "step 2, token.weight and others",
+        "faults._classify_rate",
+        alive="accelerate 1.15.0",
+        script="accelerate_schedule_ahead",
+        always=True,
+    ),
+    "adam-is-adamw": Case(
+        "deepspeedai/DeepSpeed!844",
+        '{"type": "Adam"} is AdamW unless adam_w_mode: false is said, as it is by default since then; '
+        "issue 668 had called it error-prone.",
+        "another weight decay",
+        "step 1, token.weight and others",
+        "update_faults.classify_decay",
+        task="AdamTexts",
+        alive="deepspeed 0.19.8",
+        script="deepspeed_adam_is_adamw",
+    ),
     "divided-again": Case(
         "huggingface/accelerate#3877",
         "Under ZeRO-2 accumulation gave higher losses: a backward hook divided by the number of microbatches although "
@@ -108,17 +182,6 @@ CASES: dict[str, Case] = {
         "another forward",
         "step 1, forward positions (rank 0, microbatch 1), backward head (rank 0, microbatch 1)",
         "faults._classify_forward",
-        always=True,
-    ),
-    "rate-ahead": Case(
-        "huggingface/accelerate#2926",
-        "A scheduler that Accelerate has prepared moves once for every process in each step, so that a schedule made "
-        "for the steps of the run ends at a fraction of them. It does so by design, and users still report it in 2026 "
-        "(Lightricks/LTX-Video-Trainer#67).",
-        "a rate that runs ahead",
-        "step 2, token.weight and others",
-        "faults._classify_rate",
-        alive="accelerate 1.15.0",
         always=True,
     ),
     "old-parameters": Case(
@@ -232,16 +295,6 @@ CASES: dict[str, Case] = {
         strategy="optimizer",
         task="MuonTexts",
     ),
-    "adam-is-adamw": Case(
-        "deepspeedai/DeepSpeed!844",
-        '{"type": "Adam"} is AdamW unless adam_w_mode: false is said, as it is by default since then; '
-        "issue 668 had called it error-prone.",
-        "another weight decay",
-        "step 1, token.weight and others",
-        "update_faults.classify_decay",
-        task="AdamTexts",
-        alive="deepspeed 0.19.8",
-    ),
     "bias-of-each-rank": Case(
         "PaddlePaddle/Paddle!35186",
         "A row-parallel linear layer added its bias on every rank, before the parts were added up.",
@@ -301,5 +354,153 @@ CASES: dict[str, Case] = {
         "step 1, token.weight and others",
         "faults._classify_uneven_mix",
         strategy="nothing+pipeline2",
+    ),
+    "shard-scaled": Case(
+        "NVIDIA/Megatron-LM!3023",
+        "Megatron-FSDP divided the accumulated shard of a gradient by the data ranks, instead of the new gradient "
+        "that was added to it: of a step's microbatches each counted that many times more than the one before.",
+        "microbatches that count differently",
+        "step 1, token.weight and others",
+        "faults._classify_uneven_mix",
+        always=True,
+    ),
+    "doubled-each-time": Case(
+        "NVIDIA/Megatron-LM#6660",
+        "A reduction in a group of one rank (experts whose axis is the world) added Megatron-FSDP's buffer to "
+        "itself, so that gradients doubled in every microbatch.",
+        "microbatches that count differently",
+        "step 1, token.weight and others",
+        "faults._classify_uneven_mix",
+    ),
+    "accumulated-in-bf16": Case(
+        "ISEEKYAN/Megatron-LM#149",
+        "Microbatches were added up in bf16 and the sum reduced in fp32: with accumulation the norm was off by "
+        "3.5e-5 from the first step on, and that of both other optimizers by 3e-8.",
+        "rounded to bf16",
+        "step 1, token.weight and others",
+        "faults._classify_factor",
+    ),
+    "local-counts": Case(
+        "NVIDIA/Megatron-LM#7452",
+        "process_mtp_loss divides by the tokens of its own rank, and a mean over ranks follows: a gradient of 14/3 "
+        "where 4 is right.",
+        "ranks that count alike",
+        "step 1, backward head (rank 0, microbatch 1)",
+        "faults._classify_equal_weights",
+    ),
+    "step-ahead": Case(
+        "NVIDIA/Megatron-LM!5976",
+        "fully_shard_optimizer() makes the optimizer's states by a step without gradients, and that step counted: "
+        "the first update was 1.34 times too small (issue 5974).",
+        "another step count",
+        "step 1, token.weight and others",
+        "update_faults.classify_step_count",
+        always=True,
+    ),
+    "uncorrected": Case(
+        "allenai/OLMo-core!317",
+        "SkipStepAdamW never counted its steps and corrected nothing for bias, which made the rate 2.2 times what "
+        "it was set to.",
+        "another update",
+        "step 1, token.weight and others",
+        "update_faults.classify_update",
+    ),
+    "head-gradient-partial": Case(
+        "pytorch/torchtitan!3412",
+        "With tensor parallelism and a loss in chunks, the gradient of the head's input was each rank's part of "
+        "the sum, and was labelled as the whole: loss far above that of one GPU.",
+        "a partial gradient that is not added up",
+        "step 1, backward norm (rank 0, microbatch 1)",
+        "mesh_faults._partial_backward",
+        strategy="nothing+tensor2",
+    ),
+    "attention-without-gradient": Case(
+        "deepspeedai/DeepSpeed!8491",
+        "torch.compile took the exchange of Ulysses for a function of nothing: queries, keys and values got no "
+        "gradient, with the right loss and without a warning.",
+        "no gradient",
+        "step 1, backward positions (rank 0, microbatch 1)",
+        "faults._classify_no_gradient",
+        strategy="nothing+context2",
+    ),
+    "sequence-loss-times": Case(
+        "huggingface/transformers!46775",
+        "The number of tokens, already that of all ranks, was divided by the ranks that split a sequence: loss and "
+        "gradients were sp_size times too large.",
+        "a loss counted more than once",
+        "step 1, backward head (rank 0, microbatch 1)",
+        "mesh_faults._loss_counted_twice",
+        strategy="nothing+context2",
+    ),
+    "sequence-loss-divided": Case(
+        "ByteDance-Seed/VeOmni!338",
+        "The loss was scaled by the data ranks without those that split a sequence: it was sp_size times too small.",
+        "divided by the size of context",
+        "step 1, backward positions (rank 0, microbatch 1)",
+        "mesh_faults._wrong_gradients",
+        strategy="nothing+context2",
+    ),
+    "sequence-gradient-divided": Case(
+        "deepspeedai/DeepSpeed!5555",
+        "Under ZeRO-0 gradients were divided by all ranks, those included that split a sequence: with four of them "
+        "the norm was 3.956 where ZeRO-1 had 15.825.",
+        "divided by the size of context",
+        "step 1, backward positions (rank 0, microbatch 1)",
+        "mesh_faults._wrong_gradients",
+        strategy="nothing+context2",
+    ),
+    "experts-summed": Case(
+        "NVIDIA/Megatron-LM!5956",
+        "Experts get tokens, and so gradients, from all ranks of their axis, and Megatron-FSDP v2 took the mean "
+        "over their copies alone: ep_size times too large (likewise pytorch#160285, VeOmni PR 185, megablocks PR "
+        "20).",
+        "not averaged, of some parameters",
+        "step 1, token.weight and others",
+        "faults._classify_part",
+        task="ExpertTexts",
+    ),
+    "router-apart": Case(
+        "pytorch/torchtitan#2387",
+        "The router's gradient was not added up over the ranks that share its tokens, and its weights were others "
+        "on each rank after the first step.",
+        "not reduced, of some parameters",
+        "step 1, token.weight and others",
+        "faults._classify_part",
+        task="ExpertTexts",
+    ),
+    "balance-times-accumulation": Case(
+        "NVIDIA-NeMo/Automodel!3359",
+        "The loss that balances experts entered the backward of every microbatch without a division by their number.",
+        "another backward",
+        "step 1, backward experts.balance (rank 0, microbatch 1)",
+        "faults._classify_backward",
+        task="ExpertTexts",
+    ),
+    "balance-lost": Case(
+        "NVIDIA-NeMo/Automodel!1412",
+        "MoEAuxLossAutoScaler.apply() was called and its result not used: the loss that balances experts had no "
+        "gradient (issue 1408).",
+        "another backward",
+        "step 1, backward experts.balance (rank 0, microbatch 1)",
+        "faults._classify_backward",
+        task="ExpertTexts",
+    ),
+    "absent-slots": Case(
+        "huggingface/transformers#48687",
+        'With experts_implementation="batched_mm" the router got a gradient for slots whose experts are on another '
+        "rank: their weight of zero hides them in the forward only (PR 48689).",
+        "another backward",
+        "step 1, backward experts.router (rank 0, microbatch 1)",
+        "faults._classify_backward",
+        task="ExpertTexts",
+    ),
+    "more-digits": Case(
+        "pytorch/torchtitan!3558",
+        "With GraphTrainer, layers that were to compute in MXFP8 fell back to bf16 without a word (here: to fp32 from "
+        "bf16-mixed).",
+        "more digits than asked for",
+        "step 1, token.weight and others",
+        "faults._classify_digits",
+        task="MixedTexts",
     ),
 }

@@ -15,7 +15,7 @@ from typing_extensions import override
 import unipar
 from tests.support.stacked import Block, T, V
 
-WIDTH, IGNORED = 16, -100
+WIDTH, IGNORED, EXPERTS = 16, -100, 4
 
 
 class Positions(nn.Module):
@@ -79,6 +79,57 @@ class Texts(unipar.Task):
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)
 
 
+class Balance(nn.Module):
+    """Loss that is smallest if all experts get the same part of the tokens, as Switch Transformers have it."""
+
+    @override
+    def forward(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        tokens = F.one_hot(chosen, EXPERTS).to(scores.dtype).mean((0, 1, 2))
+        return EXPERTS * (tokens * scores.mean((0, 1))).sum()
+
+
+class Weigh(nn.Module):
+    """Sum of what a token's experts return, by the weights of the router."""
+
+    @override
+    def forward(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        return (outputs * weights[..., None]).sum(-2)
+
+
+class Experts(nn.Module):
+    """Layer of experts: a router sends each token to two of four, whose matrices are stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.weigh, self.balance = nn.Linear(WIDTH, EXPERTS, bias=False), Weigh(), Balance()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) * WIDTH**-0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * WIDTH**-0.5)
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the experts add, and the loss that balances them."""
+        scores = self.router(x).softmax(-1)
+        weights, chosen = scores.topk(2)
+        outputs = F.gelu(x[..., None, None, :] @ self.up[chosen]) @ self.down[chosen]
+        return self.weigh(outputs.squeeze(-2), weights), self.balance(scores, chosen)
+
+
+class ExpertTexter(Texter):
+    """The same with a layer of experts between blocks and head; it returns their auxiliary loss, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    @override
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.positions(self.token(tokens))
+        for block in self.blocks:
+            x = block(x)
+        added, auxiliary = self.experts(self.norm(x))
+        return self.head(x + added), auxiliary
+
+
 class PartlyTrained(Texter):
     """The same with frozen parts, a layer that the loss does not use, and parameters of a single element."""
 
@@ -96,6 +147,19 @@ class PartlyTrained(Texter):
         return super().forward(tokens) * (1.0 if self.single is None else self.single)
 
 
+class ExpertTexts(Texts):
+    """The same with experts, and with a loss that balances them."""
+
+    @override
+    def model(self) -> nn.Module:
+        return ExpertTexter()
+
+    @override
+    def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits, auxiliary = model(batch[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED) + 0.1 * auxiliary
+
+
 class PartlyTrainedTexts(Texts):
     """The same, of which only parts are trained: frozen, unused and single-element ones, beside the tied head."""
 
@@ -105,6 +169,10 @@ class PartlyTrainedTexts(Texts):
     @override
     def model(self) -> nn.Module:
         return PartlyTrained(self.parts)
+
+
+class MixedTexts(Texts):
+    """The same, computed in bf16."""
 
 
 class AdamTexts(Texts):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.corpus.cases import CASES
-from tests.corpus.page import PAGE, counts, row_of, rows_of_page, thread_link
+from tests.corpus.cases import CASES, MISSED
+from tests.corpus.page import PAGE, counts, order_of_rows, row_of, row_of_missed, rows_of_page, thread_link
 from tests.corpus.verifying import Verified, place_of, verify_cases
 from tests.support.forks import Forks
 
@@ -59,9 +59,11 @@ def test_the_page_has_what_was_found(verified: dict[str, Verified], name: str) -
 
 
 def test_the_page_has_every_case() -> None:
-    """The page has one row for each thread, in the order of the cases, and counts them."""
+    """The page has one row for each thread, in the order of the cases after those that are alive, and counts them."""
     text = PAGE.read_text("utf-8")
-    assert list(rows_of_page(text)) == [thread_link(case.thread) for case in CASES.values()]
+    rows = rows_of_page(text)
+    assert list(rows) == order_of_rows()
+    assert [rows[thread_link(error.thread)] for error in MISSED] == [row_of_missed(error) for error in MISSED]
     assert counts() in " ".join(text.split())
 
 

@@ -36,6 +36,7 @@ TRAIN: dict[str, Any] = {
 }
 
 OF_TASK: dict[str, dict[str, Any]] = {
+    "MixedTexts": {"precision": "bf16-mixed"},
     "AdamTexts": {"optimizer": {"name": "adam", "lr": 1e-2, "weight_decay": 0.1, "decay": "matrices"}},
 }
 """Keys of `train` with which a task is verified, if they are not those of all."""

@@ -82,6 +82,15 @@ def test_trains_as_on_the_cpu(
     assert waits_of_a_step(training, run) == waits
 
 
+def test_positions_traded_for_heads(emulated: EmulatedDevice, forks: Forks, one: list[float], tmp_path: Path) -> None:
+    """Ranks on devices exchange positions for heads without a race and without a wait, to the losses of the CPU."""
+    training = EmulatedTraining("native/nothing+context2", {"options": {"native": {"attention": "ulysses"}}})
+    run = training.run(emulated, "fp32", tmp_path)
+    assert judge(training, "fp32", run, one) == ""
+    assert largest_difference(run.result, training.losses_on_cpu(forks, tmp_path)) <= 2 * BIT
+    assert waits_of_a_step(training, run) == {}
+
+
 OVERFLOW = {"copy to the host in unipar/engines/loss_scale.py": 1.0}
 """DeepSpeed takes the loss scale of fp16 as a number, which depends on the norm of the step before."""
 

@@ -199,7 +199,7 @@ def costs() -> dict[str, int]:
     words = torch.randint(0, models.WORDS, (2, 512))
     return {
         f"{way}: {name}": number
-        for way in ("whole", "gather", "ring")
+        for way in ("whole", "gather", "ring", "ulysses")
         for name, number in _costs_of(way, case, words).items()
     }
 
@@ -232,6 +232,10 @@ def _costs_of(way: Any, case: Case, words: Tensor) -> dict[str, int]:
         sent.append(mine.nbytes * others)
         plain(mine, whole, group=group)
 
+    def exchange(plain: Any, got: Tensor, mine: Tensor, group: Any) -> None:
+        sent.append(mine.nbytes // (others + 1) * others)
+        plain(got, mine, group=group)
+
     def pass_on(plain: Any, both: list[Any]) -> Any:
         sent.append(both[0].tensor.nbytes)
         return plain(both)
@@ -247,6 +251,7 @@ def _costs_of(way: Any, case: Case, words: Tensor) -> dict[str, int]:
         for place, name, instead in (
             (attention, "_ALL_GATHER", gather),
             (attention, "_REDUCE_SCATTER", scatter),
+            (dist, "all_to_all_single", exchange),
             (dist, "batch_isend_irecv", pass_on),
         ):
             patch.setattr(place, name, partial(instead, vars(place)[name]))
@@ -303,23 +308,33 @@ def _bias(x: Tensor) -> dict[str, Any]:
     return {"bias": bias, "gate": x.mean(-1, keepdim=True), "scale": scale.reshape(1)}
 
 
+def _bias_of_heads(x: Tensor) -> dict[str, Any]:
+    heads = torch.arange(1.0, 5.0, dtype=x.dtype).reshape(1, 4, 1, 1)
+    return {**(one := _bias(x)), "bias": one["bias"] * heads}
+
+
 CASES: dict[str, Callable[[], Any]] = {
     **{f"char gpt, {way}, {length}": lambda way=way, length=length: beside(models.char_gpt(), length, way=way)
-       for way in ("gather", "ring") for length in (24, 29, 2)},
-    **{f"{name}, gather": lambda case=case: beside(case(), 21) for name, case in {
+       for way in ("gather", "ring", "ulysses") for length in (24, 29, 2)},
+    **{f"{name}, {way}": lambda case=case, way=way: beside(case(), 21, way=way) for name, case in {
         "gpt2 with a cache and dropout": lambda: models.gpt2(drop=0.1),
         "gpt2, padded": lambda: models.gpt2(mask=True),
         "llama": models.llama,
+        "gpt2, padded, dropout in attention": lambda: models.gpt2(drop=0.1, mask=True),
         "llama, padded": lambda: models.llama(mask=True),
+        "mistral, a window of 5": models.mistral,
         "llama, positions given": lambda: models.llama(places=True),
         "bert, padded, with dropout": models.bert,
         "vit": models.vit,
         "torch's encoder layers with dropout": models.transformer,
         "a learned bias": lambda: stack(models.Biased, _bias),
-        "one head": lambda: stack(models.OneHead),
         "another sequence": lambda: stack(models.Crossing, lambda x: {"other": x[:, :5].sin()}),
         "no attention, dropout of flat tokens": lambda: stack(models.Flat),
-    }.items()},
+        "6 heads that share 3 of keys": lambda: stack(models.Grouped),
+        "a bias made in the block": lambda: stack(models.Rescaling, _bias),
+        "a mask for each head": lambda: stack(models.Biased, _bias_of_heads),
+    }.items() for way in ("gather", "ulysses")},
+    "one head, gather": lambda: beside(stack(models.OneHead), 21),
     "llama, ring": lambda: beside(models.llama(), 21, way="ring"),
     "llama, padded, ring": lambda: beside(models.llama(mask=True), 21, way="ring"),
     "bert, padded, with dropout, ring": lambda: beside(models.bert(), 21, way="ring"),
@@ -336,6 +351,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "char gpt, bf16": lambda: beside(models.char_gpt(), 29, autocast=True),
     "llama, mask, bf16": lambda: beside(models.llama(mask=True), autocast=True),
     "char gpt, bf16, ring": lambda: beside(models.char_gpt(), 29, autocast=True, way="ring"),
+    "gpt2, recomputed, ulysses": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks", way="ulysses"),
+    "mistral, recomputed, ulysses": lambda: beside(models.mistral(cache=False), recompute="blocks", way="ulysses"),
+    "char gpt, bf16, ulysses": lambda: beside(models.char_gpt(), 29, autocast=True, way="ulysses"),
     "llama, evaluated": lambda: beside(models.llama(), 29, training=False),
     "as many samples as positions": lambda: beside(models.llama(), 24, batch=24),
     "as many heads as positions of a rank": lambda: beside(models.llama(), 8),
@@ -347,6 +365,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "refused: torch's ring, a mask": lambda: beside(models.llama(mask=True), 24, way="torch"),
     "refused: torch's ring, dropout": lambda: beside(models.gpt2(drop=0.1), 24, way="torch"),
     "refused: torch's ring, parts that differ": lambda: beside(models.char_gpt(), 29, way="torch"),
+    "refused: ulysses, one head": lambda: beside(stack(models.OneHead), 21, way="ulysses"),
+    "refused: ulysses, few positions": lambda: beside(stack(models.Rescaling, _bias), 3, batch=2, way="ulysses"),
     "refused: eager": lambda: beside(models.gpt2(attention="eager")),
     "refused: positions": lambda: beside(stack(models.Positioned)),
     "refused: own mask": lambda: beside(stack(models.MasksItself)),
@@ -372,6 +392,11 @@ OF_FOUR = (
     "gpt2 with a cache and dropout, gather",
     "llama, padded, ring",
     "llama, ring",
+    "char gpt, ulysses, 29",
+    "llama, ulysses",
+    "llama, padded, ulysses",
+    "gpt2 with a cache and dropout, ulysses",
+    "a bias made in the block, ulysses",
     "char gpt, torch's ring",
     "llama, torch's ring",
     "bytes",

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from unipar.verification.diagnosis import faults, mesh_faults
+from unipar.verification.diagnosis import case as case_module
+from unipar.verification.diagnosis import faults
+from unipar.verification.diagnosis.case import gradient_factors
 from unipar.verification.diagnosis.sketched_gradients import find_unmoved_parameters
 from unipar.verification.judgement.record import RunRecord
 from unipar.verification.judgement.tolerance import gradient_shares
@@ -58,10 +60,10 @@ def test_equal_elements_that_cancel_in_a_sketch(monkeypatch: pytest.MonkeyPatch)
     def whole_gradient(case: Any, step: int) -> dict[str, Any]:
         return sketches
 
-    monkeypatch.setattr(mesh_faults, "run_gradient", run_gradient)
-    monkeypatch.setattr(mesh_faults, "whole_gradient", whole_gradient)
+    monkeypatch.setattr(case_module, "run_gradient", run_gradient)
+    monkeypatch.setattr(case_module, "whole_gradient", whole_gradient)
     case = _case(lengths={"norm.bias": 1.0, "w": 1.0, "single": 2.0})
-    factors = dict(mesh_faults._factors(case, 1))  # pyright: ignore[reportPrivateUsage]
+    factors = dict(gradient_factors(case, 1))
     assert factors == {"w": (2.0, 0.0), "single": (2.0, 0.0)}
 
 

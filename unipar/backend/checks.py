@@ -199,7 +199,7 @@ def in_strategy(source: ConfigSource, text: str, origin: str = STRATEGY) -> Chec
             )
     of_data = places.get("parallel.data")
     keep_data = (of_data in OVERRIDES or of_data == origin == KEPT_ORIGIN) and "parallel.data" not in named
-    ranks, least = config.parallel.ranks, strategy.axes.ranks
+    ranks, least = config.parallel.ranks, strategy.axes.fewest_ranks
     if isinstance(ranks, int) and ranks % least and not keep_data:
         raise ConfigError(
             f"{origin}: {strategy} needs a multiple of {least} ranks ({strategy.axes}), and the config has {ranks}: "

@@ -189,7 +189,7 @@ class Backend(ABC):
         """Return the dtypes that the config's precision means in this backend."""
 
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:
-        """Yield sentences on how `parallel.tensor` would split the blocks of a part, whose model needs no values."""
+        """Yield sentences on how tensor and context would split the blocks of a part, whose model needs no values."""
         yield from ()
 
     def host(self, config: Config, size: int) -> AbstractContextManager[Mapping[str, str]]:

@@ -70,6 +70,12 @@ class Part:
     sample: Callable[[], Any] | None = None
     """Function that reads one microbatch for such a trial."""
 
+    samples: Callable[[int], Sequence[Any]] | None = None
+    """Function that reads the first microbatches, up to a number."""
+
+    experts: Sequence[str] | None = None
+    """Layers of experts: modules with stacked parameters, and lists of equal modules; None: found by trying."""
+
     tensor: Mapping[str, str] | None = None
     """How matrices are split over `tensor`, by pattern of their names: column, row or whole; None: found by trying."""
 

@@ -178,6 +178,14 @@ class ForeignConfigReader:
         for key in [key for key in self.config if key.startswith("options.")]:
             self.omit(self.notes.get(key) or key, f"{self.config.pop(key)}: an option of another library")
 
+    def replace_master_weights(self, theirs: str, axes: str) -> None:
+        """Take fp32 weights instead of master weights beside such axes; under --strict refuse the file's key."""
+        if self.config.get("train.precision") != "bf16-master":
+            return
+        why = f"fp32 weights, computed in bf16: bf16-master does not go with {axes}"
+        if not self.assume_default("train.precision", "bf16-mixed", why):
+            self.refuse(theirs, f"bf16-master does not go with {axes}", "train.precision")
+
     def section(self, data: Mapping[str, Any], prefix: str = "") -> ForeignSection:
         """Return a section over a mapping of the file; `prefix` stands before its keys in messages."""
         return ForeignSection(self, dict(data), prefix)

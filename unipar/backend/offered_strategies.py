@@ -217,12 +217,10 @@ def _without_idle_options(config: Config, backend: Backend) -> Config:
 
 def count_data_ranks(ranks: int, strategy: Strategy) -> int:
     """Return the number of parts of a batch on `ranks` ranks; raise ConfigError if the strategy's sizes do not fit."""
-    data, left = divmod(ranks, strategy.axes.ranks)
-    if left:
-        raise ConfigError(
-            f"{strategy} needs a multiple of {strategy.axes.ranks} ranks ({strategy.axes}), and there are {ranks}"
-        )
-    return data
+    least = strategy.axes.fewest_ranks
+    if ranks % least:
+        raise ConfigError(f"{strategy} needs a multiple of {least} ranks ({strategy.axes}), and there are {ranks}")
+    return ranks // strategy.axes.ranks
 
 
 def _with_variant(values: Mapping[str, Any], variant: Variant, strategy: Strategy) -> dict[str, Any]:

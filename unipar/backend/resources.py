@@ -46,16 +46,16 @@ def ranks_in(strategy: Strategy, config: Config, place: Place | None, *, alone: 
     if ranks != "auto":
         return RankCount(ranks)
     if config.device == "cpu":
-        return RankCount(axes.ranks, "auto: no launcher, and device is cpu")
+        return RankCount(axes.fewest_ranks, "auto: no launcher, and device is cpu")
     if ":" in config.device or config.device == "mps":
-        return RankCount(axes.ranks, f"auto: no launcher, and device is {config.device} alone")
+        return RankCount(axes.fewest_ranks, f"auto: no launcher, and device is {config.device} alone")
     here = visible_devices("" if config.device == "auto" else config.device)
-    return RankCount(here.count or axes.ranks, f"auto: no launcher, {here} visible here")
+    return RankCount(here.count or axes.fewest_ranks, f"auto: no launcher, {here} visible here")
 
 
 def _asked_ranks(config: Config) -> str:
     axes = config.parallel.axes
-    if axes.ranks == 1:
+    if not axes.split:
         return f"parallel.data: {config.parallel.data}"
     return f"data {config.parallel.data} x {axes} = {config.parallel.ranks} ranks"
 

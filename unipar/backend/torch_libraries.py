@@ -23,7 +23,7 @@ TORCH_CALL_SITES: Final[dict[str, Category]] = {
 }
 """Category of what these functions of PyTorch allocate."""
 
-AXIS_NAMES: Final = {"tensor": "TP", "pipeline": "PP", "context": "CP"}
+AXIS_NAMES: Final = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
 """Names that users of PyTorch have for splitting along an axis."""
 
 
@@ -36,7 +36,7 @@ def uses_ddp(config: Config) -> bool:
 def torch_library(config: Config) -> str:
     """Return the names that users of PyTorch have for what a strategy runs through."""
     axes, shard = config.parallel.axes, config.parallel.shard
-    if axes.ranks > 1:
+    if axes.split:
         return " + ".join([*(("FSDP2",) if shard != "nothing" else ()), *(AXIS_NAMES[name] for name in axes.sizes)])
     if uses_ddp(config):
         return "DDP" if shard == "nothing" else "ZeroRedundancyOptimizer"

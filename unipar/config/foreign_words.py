@@ -33,6 +33,8 @@ _MACHINES = "write machines.nodes"
 _TENSOR = "write parallel.tensor"
 _PIPELINE = "write parallel.pipeline"
 _CONTEXT = "write parallel.context"
+_ULYSSES = "write parallel.context, and options.native.attention: ulysses"
+_EXPERT = "write parallel.expert"
 _SEQUENCE = "write parallel.sequence: true, beside parallel.tensor"
 _PIPELINE_ORDER = "write parallel.schedule: 1f1b, gpipe, interleaved or zerobubble"
 _LOG = "write log.every (optimizer steps)"
@@ -143,7 +145,7 @@ _LAUNCH_FILE: Mapping[str, str] = {
     "dp_replicate_size dp_shard_size": _HYBRID,
     "tp_size": _TENSOR,
     "cp_size": _CONTEXT,
-    "sp_size": _SEQUENCE,
+    "sp_size": _ULYSSES,
 }
 
 _ZERO: Mapping[str, str] = {
@@ -170,7 +172,7 @@ _ZERO: Mapping[str, str] = {
     "prescale_gradients gradient_predivide_factor communication_data_type": "leave it out: unipar scales the loss, and "
     "sums are exact in the gradients' precision",
     "autotp_size tensor_parallel": _TENSOR,
-    "sequence_parallel_size": _CONTEXT,
+    "sequence_parallel_size ulysses_sequence_parallel_size": _ULYSSES,
     "csv_monitor tensorboard wandb comet": _TRACKERS,
     "dump_state": "use `unipar explain`",
 }
@@ -220,7 +222,7 @@ _MEGATRON: Mapping[str, str] = {
     "pipeline_model_parallel_size": _PIPELINE,
     "context_parallel_size": _CONTEXT,
     "data_parallel_size": _RANKS,
-    "expert_model_parallel_size": "leave it out: experts are not split over ranks",
+    "expert_model_parallel_size": _EXPERT,
     "sequence_parallel": _SEQUENCE,
     "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage": _PIPELINE_ORDER,
     "micro_batch_size": _MICRO,
@@ -253,7 +255,7 @@ _TORCHTITAN: Mapping[str, str] = {
     "pipeline_parallel_degree": _PIPELINE,
     "pipeline_parallel_schedule": _PIPELINE_ORDER,
     "context_parallel_degree": _CONTEXT,
-    "expert_parallel_degree": "leave it out: experts are not split over ranks",
+    "expert_parallel_degree": _EXPERT,
     "local_batch_size": _MICRO,
     "global_batch_size": _TOTAL,
     "seq_len": _OWN_CODE,
@@ -349,6 +351,7 @@ FOREIGN_STRATEGIES: Final[Mapping[str, str]] = {
     "dp data_parallel": "write ddp",
     "tp tensor_parallel megatron torchtitan": "write ddp+tensor2 for 2 ranks that split each block's matrices",
     "pp pipeline": "write ddp+pipeline2 for 2 stages",
+    "ep": "write ddp+expert2 for 2 ranks that have half of the experts each",
     "cp": "write ddp+context2 for 2 ranks that split each sequence",
     "auto": "write one name, or '*' for all (compare)",
 }

@@ -84,7 +84,7 @@ def export_script(source: ConfigSource, to: str, out: Path | None = None, *, ove
             "with --set batch.micro=N; `unipar explain FILE` shows the one of an earlier run, and `unipar plan FILE "
             "--memory SIZE` what to expect"
         )
-    if (axes := source.config.parallel.axes).ranks > 1:
+    if (axes := source.config.parallel.axes).split:
         source.config.batch.require_samples(
             f"a script in which ranks share the work ({axes}) reads batches of a fixed number of samples"
         )

@@ -15,7 +15,8 @@ from unipar.utils.text import show_value
 READ_HERE = frozenset(
     {
         *("fsdp", "fsdp_config", "fsdp_version", "dist_config", "parallelism_config"),
-        *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"),
+        *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+        *("sequence_parallel_size", "ulysses_sequence_parallel_size"),
         *("dp_shard_size", "dp_replicate_size"),
     }
 )
@@ -176,9 +177,12 @@ def _read_axes(keys: ForeignSection) -> None:
         ("context_parallel_size", "context"),
         ("sequence_parallel_degree", "context"),
         ("sequence_parallel_size", "context"),
+        ("ulysses_sequence_parallel_size", "context"),
     ):
         if (size := keys.take(name, int, 1)) > 1:
             keys.reading.put(f"parallel.{axis}", size, name)
+            if name.endswith("sequence_parallel_size"):  # of tools that trade positions for heads
+                keys.reading.put("options.native.attention", "ulysses", name)
     over = _size(keys, "dp_shard_size")
     if over > 1 and _size(keys, "dp_replicate_size") > 1:
         keys.reading.put("parallel.shard_over", over, "dp_shard_size")

@@ -25,13 +25,22 @@ class Mesh:
 
     sizes: Mapping[str, int]
     seat: Mapping[str, int]
+    expert: int = 1
+    """Neighbouring ranks of the data that have all experts together."""
 
     @classmethod
-    def of(cls, rank: int, ranks: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> Mesh:
+    def of(
+        cls, rank: int, ranks: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1
+    ) -> Mesh:
         """Return the mesh of this many ranks; the data has the ranks that the other axes leave."""
         data = ranks // (tensor * pipeline * context)
         sizes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
-        return cls(sizes, _seat(rank, sizes))
+        return cls(sizes, _seat(rank, sizes), expert)
+
+    @property
+    def expert_seat(self) -> int:
+        """Place of this rank among those that have all experts together."""
+        return self.seat["data"] % self.expert
 
     def seat_of(self, rank: int) -> Mapping[str, int]:
         """Return the seat of another rank along each axis."""
@@ -80,7 +89,7 @@ class MeshGroups:
     def __init__(self, mesh: Mesh, device_type: str) -> None:
         self.mesh, self.device_type = mesh, device_type
         self.axis_of_group: dict[str, str] = {}
-        """Axis along which a process group lies, by the group's name: `tensor`, `pipeline`, `context`, `data`."""
+        """Axis along which a process group lies, by the group's name: one of `MESH_AXES`, or `expert`."""
 
         self._meshes: dict[tuple[str | int, ...], DeviceMesh] = {}
 
@@ -133,6 +142,24 @@ class MeshGroups:
     def copies_of_ranks(self, shape: tuple[int, ...], ranks: Sequence[int]) -> DeviceMesh:
         """Return a 2-D mesh as `copies_and_shards` does, from the ranks by stage, copy, shard and seat in `tensor`."""
         return self._device_mesh(shape, ("pipeline", "copies", "shards", "tensor"), ranks)["copies", "shards"]
+
+    def experts(self) -> dist.ProcessGroup:
+        """Return the group of this rank's neighbours that have all experts together."""
+        return self._ranks_by_experts(1).get_group("expert")
+
+    def copies_and_shards_of_experts(self, shards: int) -> DeviceMesh:
+        """Return a 2-D mesh as `copies_and_shards` does, of the ranks that train the same experts."""
+        return self._ranks_by_experts(shards)["copies", "shards"]
+
+    def _ranks_by_experts(self, shards: int) -> DeviceMesh:
+        sizes, expert = self.mesh.sizes, self.mesh.expert
+        ranks = torch.arange(self.mesh.ranks).view(
+            sizes["pipeline"], sizes["data"] // expert, expert, sizes["context"], sizes["tensor"]
+        )
+        copies = sizes["data"] // expert * sizes["context"] // shards
+        shape = (sizes["pipeline"], expert, copies, shards, sizes["tensor"])
+        names = ("pipeline", "expert", "copies", "shards", "tensor")
+        return self._device_mesh(shape, names, ranks.transpose(1, 2).flatten().tolist())
 
     def _device_mesh(
         self, shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None = None

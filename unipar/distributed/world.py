@@ -96,19 +96,19 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def lay(self, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> None:
+    def lay(self, *, tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1) -> None:
         """Give this rank its seat in a mesh with axes of these sizes; the data has the ranks that are left.
 
         Jobs of one world may lay other meshes one after another; groups of the same mesh are made once.
         """
-        self.mesh = Mesh.of(self.rank, self.size, tensor=tensor, pipeline=pipeline, context=context)
+        self.mesh = Mesh.of(self.rank, self.size, tensor=tensor, pipeline=pipeline, context=context, expert=expert)
         self.data_rank, self.data_size = self.mesh.seat["data"], self.mesh.sizes["data"]
         self.leads = self.mesh.leads
 
     @property
     def groups(self) -> MeshGroups:
         """Process groups along the axes of the mesh; its members are made by all ranks together."""
-        key = tuple(self.mesh.sizes.values())
+        key = (*self.mesh.sizes.values(), self.mesh.expert)
         if key not in self._groups:
             self._groups[key] = MeshGroups(self.mesh, self.device.type)
         return self._groups[key]

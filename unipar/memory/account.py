@@ -34,7 +34,7 @@ PASSES_IN_ORDER: Final[tuple[RecordingPass, ...]] = get_args(RecordingPass)
 
 ALL_RANKS: Final = "all ranks"
 UNKNOWN_AXIS: Final = "unknown"
-SENT_AXES: Final = ("data", "data x context", "tensor", "pipeline", "context", ALL_RANKS, UNKNOWN_AXIS)
+SENT_AXES: Final = ("data", "data x context", "tensor", "pipeline", "context", "expert", ALL_RANKS, UNKNOWN_AXIS)
 """Axes along which a step sends, in the order of columns; a group along several is named by all: `data x context`."""
 
 

@@ -102,7 +102,7 @@ def suggest_what_fits(
     `moving` is the number of bytes that grows with the microbatch, `lack` the number that was missing. If they are
     unknown, the sentence names what needs less memory, without the claim that it fits.
     """
-    if not model.parameters and config.parallel.axes.ranks > 1:
+    if not model.parameters and config.parallel.axes.split:
         return "rank 0 builds the whole model, and tries it on one microbatch, before it is split: " + (
             f"batch.micro: {sizes.micro} is what can be less" if sizes.micro > 1 else "batch.micro is 1 already"
         )
@@ -153,7 +153,7 @@ def _strategy_that_keeps_less(config: Config, ranks: int, model: ModelSize, lack
             there = sum(estimate_kept_bytes(at, ranks, model).values())
             if here - there >= (lack or 1):
                 less, now = format_size(there), format_size(here)
-                where = "a rank" if axes.ranks == 1 else "on the largest rank"
+                where = "a rank" if not axes.split else "on the largest rank"
                 yield f"{strategy} (parameters, gradients and optimizer {less} {where}, here {now})"
                 return
 

@@ -113,7 +113,7 @@ def refuse_unplanned(strategy: str, config: Config, *more: str, planned: Collect
     """Raise Unsupported for settings that hardly any closed forms cover, but for those `planned`, and for `more`."""
     parallel, model = config.parallel, config.model
     settings = {
-        f"parallel ({parallel.axes})": parallel.axes.ranks > 1,
+        f"parallel ({parallel.axes})": parallel.axes.split,
         f"model.offload: {model.offload}": model.offload != "none",
     }
     if unplanned := [*(what for what, is_set in settings.items() if is_set and what not in planned), *more]:

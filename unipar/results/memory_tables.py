@@ -84,7 +84,7 @@ def describe_setup_peaks(strategies: Iterable[tuple[str, Sequence[MemoryAccount]
     for strategy, accounts in strategies:
         first, peak = largest_account(accounts), largest_account(accounts).peak
         later = [phase.peak for account in accounts for phase in account.phases if phase.name != "built"]
-        if "+" in strategy and Strategy.parse(strategy).axes.ranks > 1 and peak.name == "built" and later:
+        if "+" in strategy and Strategy.parse(strategy).axes.split and peak.name == "built" and later:
             lines.append(
                 f"{strategy}: its peak is of the set-up, in which rank {first.rank} tries the whole model; in the "
                 f"steps the largest rank holds {format_size(max(later))}"

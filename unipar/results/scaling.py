@@ -339,7 +339,7 @@ class Scaling(TurnResults):
         lines: list[str] = []
         for (samples, share), strategies in strategies_of.items():
             of = f" of {', '.join(strategies)}" if len(strategies_of) > 1 else ""
-            axes = any(Strategy.parse(strategy).axes.ranks > 1 for strategy in strategies)
+            axes = any(Strategy.parse(strategy).axes.split for strategy in strategies)
             ranks = "each rank, or group of ranks, with samples of its own" if axes else "each rank"
             weak = f"; weak: {share} for {ranks}" if "weak" in self.kinds else ""
             size = count_of(samples, "sample") if self.unit == "samples" else f"at most {samples} tokens"

@@ -204,6 +204,14 @@ class Task(ABC):
         """
         return None
 
+    def experts(self, model: nn.Module) -> Sequence[str] | None:
+        """Return the layers that `parallel.expert` splits, by their names in the model.
+
+        Each is a module with stacked parameters, called with rows, numbers of experts and their weights, or a list of
+        equal modules; None: unipar finds them by trying.
+        """
+        return None
+
     def cuts(self, stages: int) -> Sequence[str] | None:
         """Return the blocks with which the second and each further stage of a pipeline begins; None: balanced."""
         return None

@@ -117,9 +117,13 @@ def _first_samples(task: Task, source: DataSource, config: Config, sizes: BatchS
 
 
 def first_microbatches(task: Task, config: Config, sizes: BatchSizes, number: int) -> list[Any]:
-    """Return the first microbatches of a map-style dataset, of all ranks; fewer if the first epoch has fewer."""
+    """Return the first microbatches, of all ranks; fewer if the first epoch has fewer."""
     collate = task.collate if task.defines("collate") else None
     source = training_data_source(task.data(), collate, task.collate, config, sizes)
+    if source.streams:
+        samples = iter(source.dataset)
+        read = (list(islice(samples, sizes.micro)) for _ in range(number))
+        return [source.collate(each) for each in read if each]
     lengths = measure_lengths(task, source.dataset, config.train.seed, sizes)
     loader = MicrobatchLoader(source, sizes, None, config.train.seed, lengths=lengths)
     steps = islice(loader.plans(0), max(1, loader.order.per_epoch))

@@ -40,7 +40,7 @@ from unipar.run_folder.run_attempts import count_attempts
 from unipar.run_folder.run_log import RunLog
 from unipar.task import Task
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.local_batches import first_microbatch
+from unipar.training.local_batches import first_microbatch, first_microbatches
 from unipar.training.out_of_memory import explain_out_of_memory, is_out_of_memory
 from unipar.training.stopping import stop_on_signals, stop_reason
 from unipar.training.trained_parts import OfOptimizer, TrainedPart, tied_names
@@ -286,7 +286,7 @@ def build_run(
         groups = parameter_groups(module, own, task_groups=task.groups(module), own_optimizer=own_optimizer is not None)
         blocks, tied = find_blocks(module, own, patterns=task.blocks(module)), tied_names(module)
         names = state_names(module)
-        if config.parallel.axes.ranks > 1:
+        if config.parallel.axes.split:
             in_blocks.update(_count_in_blocks(module, blocks))
         dtypes = watched_dtypes(module.named_parameters())
         apply_transforms(module, blocks, own)
@@ -298,6 +298,8 @@ def build_run(
             blocks,
             loss=task.loss,
             sample=partial(first_microbatch, task, config, sizes),
+            samples=partial(first_microbatches, task, config, sizes),
+            experts=task.experts(module) if config.parallel.expert > 1 else None,
             tensor=task.tensor(module),
             cuts=task.cuts(config.parallel.axes.stages),
         )
@@ -324,7 +326,7 @@ def build_run(
 
 def _make_observer(config: Config, modules: Mapping[str, nn.Module], world: World) -> StepObserver:
     """Return the observer of the run's steps, with a copy of the model without values where it is needed."""
-    splits, compiles = config.parallel.axes.ranks > 1, config.model.compiling is not None
+    splits, compiles = config.parallel.axes.split, config.model.compiling is not None
     peak, fake, why = None, None, ""
     if has_own_memory(world.device):
         device = find_device_peaks(device_name(world.device))

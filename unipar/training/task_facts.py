@@ -159,7 +159,7 @@ def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> 
 
 
 def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[str]:
-    """Return how the backend would split the blocks of the task's model over `parallel.tensor`, as sentences."""
+    """Return how the backend would split the blocks of the task's model over the ranks of one sample, as sentences."""
     task = load_task(config)
     with user_errors_as_task_errors("model()"):
         ((name, module),) = _make_parts_on_meta(task).items()
@@ -202,7 +202,7 @@ def cuts_of_task(task: Task, stages: int) -> tuple[str, ...] | None:
 
 def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSizes) -> Part:
     from unipar.model.blocks import find_blocks
-    from unipar.training.local_batches import first_microbatch
+    from unipar.training.local_batches import first_microbatch, first_microbatches
 
     return Part(
         name,
@@ -211,6 +211,8 @@ def _part_of(task: Task, name: str, module: Any, config: Config, sizes: BatchSiz
         blocks=find_blocks(module, config, patterns=task.blocks(module)),
         loss=task.loss,
         sample=partial(first_microbatch, task, config, sizes),
+        samples=partial(first_microbatches, task, config, sizes),
+        experts=task.experts(module) if config.parallel.expert > 1 else None,
         tensor=task.tensor(module),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,7 +110,7 @@ class SecondLook:
         for key, (case, kind, finding) in cases.items():
             result = more.get(key)
             if kind is not None and isinstance(result, list):
-                measured = _gradient_factor(replace(case, run=combine_ranks(result)), finding.step)
+                measured = _gradient_factor(replace(case, run=combine_ranks(result)), finding.step, kind.parameters)
                 yield key, _of_kind(finding, faults.resolve_fault(case, kind, measured, others[key]))
             else:
                 yield key, finding
@@ -130,10 +130,13 @@ def _record_or_raise(result: JobResult) -> RunRecord:
     return combine_ranks(result)
 
 
-def _gradient_factor(case: FaultCase, step: int) -> float:
-    """Return the factor between the run's whole gradient and that of one process, or between their norms."""
+def _gradient_factor(case: FaultCase, step: int, names: Sequence[str]) -> float:
+    """Return the factor between the run's gradient, of these parameters or of all, and that of one process.
+
+    It is that between their norms if the optimizer's state does not tell the gradient.
+    """
     gradient, expected = run_gradient(case, step), whole_gradient(case, step)
-    mix = fit_gradient_mix(gradient, {(0, 0): expected}, {}, sorted(gradient))
+    mix = fit_gradient_mix(gradient, {(0, 0): expected}, {}, sorted(names or gradient))
     return norm_factor(case, step) if mix is None else mix.parts[0, 0]
 
 

@@ -329,7 +329,7 @@ class VerificationSession:
     def _dropout(self) -> None:
         """Run strategies whose ranks share the work once more with dropout: its masks must be those of one process."""
         agreeing = [row.strategy for row in self.verdicts.rows if row.outcome == "agrees"]
-        strategies = [name for name in agreeing if self._runs.strategies[name].strategy.axes.ranks > 1]
+        strategies = [name for name in agreeing if self._runs.strategies[name].strategy.axes.split]
         if not (strategies and self._task_facts["quiet"]):
             return
         replays, runs = self._runs.dropout_jobs(strategies)

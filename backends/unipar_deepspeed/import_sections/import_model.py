@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unipar.backend.foreign import ForeignSection
+from unipar.backend.foreign import ForeignConfigReader, ForeignSection
 
 
 def read_compile(keys: ForeignSection) -> None:
@@ -38,8 +38,27 @@ def read_tensor(keys: ForeignSection) -> None:
     reading = keys.reading
     if size > 1:
         reading.put("parallel.tensor", size, "tensor_parallel.autotp_size")
-        data: Any = reading.config.get("parallel.data")
-        if reading.world and data == reading.world:
-            if reading.world % size:
-                reading.wrong.append(f"tensor_parallel.autotp_size: {size} does not divide {reading.world} ranks")
-            reading.put("parallel.data", max(1, reading.world // size), f"{reading.world} ranks / {size}")
+        _divide_ranks(reading, "tensor_parallel.autotp_size", size)
+
+
+def read_sequence(keys: ForeignSection) -> None:
+    """Carry `sequence_parallel_size`: DeepSpeed's Ulysses is a layer of the model, native's cuts any model."""
+    size = keys.take("sequence_parallel_size", int, 1) or 1
+    if size == 1:
+        return
+    reading = keys.reading
+    reading.put("parallel.context", size, "sequence_parallel_size")
+    _divide_ranks(reading, "sequence_parallel_size", size)
+    reading.put("backend", "native", "sequences of any model")
+    reading.drop_options()
+    reading.put("options.native.attention", "ulysses", "sequence_parallel_size")
+    reading.replace_master_weights("bf16", "sequence_parallel_size")
+
+
+def _divide_ranks(reading: ForeignConfigReader, theirs: str, size: int) -> None:
+    """Let this many ranks train on the same samples."""
+    data: Any = reading.config.get("parallel.data")
+    if reading.world and data == reading.world:
+        if reading.world % size:
+            reading.wrong.append(f"{theirs}: {size} does not divide {reading.world} ranks")
+        reading.put("parallel.data", max(1, reading.world // size), f"{reading.world} ranks / {size}")

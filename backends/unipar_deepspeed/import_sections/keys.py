@@ -44,7 +44,6 @@ REFUSED_DS_KEYS = {
     "data_efficiency": "unipar decides the order of samples by data.shuffle alone",
     "pipeline": "the stages are in the script's PipelineModule; unipar's are parallel.pipeline, with backend: native",
     "expert_parallel": "unipar splits data and state, not experts",
-    "sequence_parallel_size": "unipar splits sequences by parallel.context, with backend: native",
     "data_parallel_size": "say parallel.data",
     "sparse_attention": "attention is the model's own",
     "zenflow": "unipar has no such mode",
@@ -61,7 +60,7 @@ FIXED_DS_VALUES: Mapping[str, tuple[Any, str]] = {
 CARRIED_DS_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "dataloader_drop_last"),
-    *("compile", "tensor_parallel", "autotp_size"),
+    *("compile", "tensor_parallel", "autotp_size", "sequence_parallel_size"),
 )
 SPEED = "it is about speed"
 OTHER_STAGE = "it has no effect at this stage"

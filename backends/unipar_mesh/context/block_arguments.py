@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from unipar.errors import TaskError
-from unipar_mesh.context.spread_attention import SequenceLayout
+from unipar_mesh.context.sequence_layout import SequenceLayout
 
 Kind = Literal["whole numbers", "yes or no", "numbers"]
 

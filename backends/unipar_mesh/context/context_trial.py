@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unipar.distributed.device import has_own_memory
 from unipar.errors import TaskError
 from unipar_mesh.context.block_arguments import Arguments
-from unipar_mesh.context.spread_attention import SequenceLayout
+from unipar_mesh.context.sequence_layout import SequenceLayout
 
 ENOUGH = 3
 """Positions that a rank needs for a trial: the first and the last are changed, and those between must not change."""

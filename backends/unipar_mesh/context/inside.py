@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from unipar.errors import TaskError
-from unipar_mesh.context.spread_attention import SequenceLayout, Way, attend_over_ranks
+from unipar_mesh.context.head_exchange import why_no_exchange
+from unipar_mesh.context.sequence_layout import SequenceLayout
+from unipar_mesh.context.spread_attention import Choice, as_computed, attend_over_ranks, choose_way, gather_sequence
 
 RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
     {
@@ -59,11 +61,13 @@ class Pass:
 class InsideBlock(TorchFunctionMode):
     """Attention over all ranks, and dropout as one process draws it, while a block runs."""
 
-    def __init__(self, name: str, run: Pass, group: dist.ProcessGroup, attention: Way, *, trial: bool = False) -> None:
+    def __init__(
+        self, name: str, run: Pass, group: dist.ProcessGroup, attention: Choice, *, trial: bool = False
+    ) -> None:
         """`trial`: attention and dropout give something of each position alone."""
         super().__init__()
         self.name, self.run, self.group, self.trial = name, run, group, trial
-        self.attention: Way = attention
+        self.attention: Choice = attention
 
     @override
     def __torch_function__(
@@ -134,28 +138,63 @@ class InsideBlock(TorchFunctionMode):
                 f"parallel.context: {self.name} has dropout inside attention ({dropout_p:g}), which this device draws "
                 "inside its kernel, not as one process would: set the model's attention dropout to 0"
             )
+        if self.attention == "ulysses" and (why := why_no_exchange(query.shape[1], layout.ranks)):
+            raise TaskError(
+                f"options.native.attention: ulysses cannot do the attention of {self.name}: {why}; say gather or ring"
+            )
         if self.trial:
             key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
             return value * (1.0 + (query + key).sum(-1, keepdim=True))
+        q, k, v, mask = as_computed(query, key, value, attn_mask)
+        known = self._all_rows(attn_mask)
+        way = self.attention
+        if way == "auto":
+            masked, by_heads = mask is not None, known is not None or mask is None
+            way = choose_way(
+                q, k, v, layout, name=self.name, causal=is_causal, masked=masked, dropout=dropout_p, by_heads=by_heads
+            )
+        if way != "ulysses" or mask is None:
+            mask = self._rows(mask)
+        elif known is None:
+            mask = self._gathered_rows(mask)
+        else:
+            (mask,) = as_computed(known)
         return attend_over_ranks(
-            query,
-            key,
-            value,
-            layout,
-            self.group,
-            way=self.attention,
-            name=self.name,
-            causal=is_causal,
-            mask=self._rows(attn_mask),
-            dropout=dropout_p,
+            q, k, v, layout, self.group, way=way, name=self.name, causal=is_causal, mask=mask, dropout=dropout_p,
             scale=scale,
-        )
+        )  # fmt: skip
 
     def _rows(self, mask: Tensor | None) -> Tensor | None:
         """Return the rows of a mask that are this rank's; rows were cut where the mask was an argument of the block."""
         if mask is None or mask.dim() < 2 or mask.shape[-2] in (1, self.run.layout.count()):
             return mask
         return mask.index_select(-2, self.run.layout.positions(mask.device))
+
+    def _all_rows(self, mask: Tensor | None) -> Tensor | None:
+        """Return the mask with the rows of all positions, as it was before the cut; None if only a part is known."""
+        layout = self.run.layout
+        if mask is None or mask.dim() < 2 or mask.shape[-2] == layout.length:
+            return mask
+        for whole, part in self.run.cut.values():
+            if part is mask and whole.shape[-2] == layout.length:
+                return whole
+        return mask if mask.shape[-2] == 1 and self._fewest > 1 else None
+
+    @property
+    def _fewest(self) -> int:
+        """Positions of the rank that has fewest."""
+        return min(map(self.run.layout.count, range(self.run.layout.ranks)))
+
+    def _gathered_rows(self, mask: Tensor) -> Tensor:
+        """Return the mask with the rows of all ranks."""
+        layout = self.run.layout
+        if self._fewest == 1:
+            raise TaskError(
+                f"options.native.attention: ulysses cannot tell whether a mask of {self.name} has one row for all of "
+                f"{layout.length} positions, where one of {layout.ranks} ranks has one position: take longer "
+                "sequences, or say gather or ring"
+            )
+        return gather_sequence(mask, -2, layout, self.group)
 
     def _multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call torch's own multi-head attention, whose inner attention a mode does not see."""

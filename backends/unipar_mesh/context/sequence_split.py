@@ -21,7 +21,8 @@ from unipar.model import transforms
 from unipar_mesh.context.block_arguments import Arguments, position_dimension
 from unipar_mesh.context.context_trial import examine
 from unipar_mesh.context.inside import BetweenBlocks, InsideBlock, Pass
-from unipar_mesh.context.spread_attention import SequenceLayout, Way, gather_sequence
+from unipar_mesh.context.sequence_layout import SequenceLayout
+from unipar_mesh.context.spread_attention import Choice, gather_sequence
 from unipar_mesh.pipeline.stage import hidden_of_input
 from unipar_mesh.sequence.sequence_parts import joined
 from unipar_mesh.trials_without_trace import kept_attributes
@@ -39,7 +40,7 @@ class SequenceSplit:
         *,
         enters: bool = True,
         leaves: bool = True,
-        attention: Way = "auto",
+        attention: Choice = "auto",
         examines: bool = True,
     ) -> None:
         """Take the blocks of this rank, in the order in which they run.
@@ -55,7 +56,7 @@ class SequenceSplit:
             )
         self.names, self.blocks = list(blocks), [model.get_submodule(name) for name in blocks]
         self.group, self.enters, self.leaves = group, enters, leaves
-        self.attention: Way = attention
+        self.attention: Choice = attention
         self._examines = examines
         self.whole_length = 0
         """Length of the whole sequence, told before each pass where `enters` is false."""

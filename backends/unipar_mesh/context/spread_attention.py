@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -20,73 +18,21 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from unipar.errors import TaskError
+from unipar_mesh.context.head_exchange import attend_by_heads, bytes_beside_gathering, why_no_exchange
 from unipar_mesh.context.kernels import attend, attend_backward, masked_scores, share_in_sum
+from unipar_mesh.context.sequence_layout import SequenceLayout
 from unipar_mesh.context.torch_ring import attend_in_torch_ring, why_no_torch_ring
 
-Way = Literal["gather", "ring", "torch", "auto"]
-"""Way of keys and values to other ranks; auto: torch's ring on CUDA where it can, else gather."""
+Way = Literal["gather", "ring", "ulysses", "torch"]
+"""Way of an attention to the positions of other ranks."""
+
+Choice = Way | Literal["auto"]
+"""What a config says; auto: torch's ring on CUDA where it can, else gather, or ulysses where that sends fewer bytes."""
 
 _LOG = logging.getLogger("unipar")
 
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or vars(dist)["all_gather_into_tensor"]  # before torch 2.13
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or vars(dist)["reduce_scatter_tensor"]
-
-
-@dataclass(frozen=True)
-class SequenceLayout:
-    """Places of positions on ranks: rank r of C has parts r and 2C-1-r of 2C, so that causal attention is even work."""
-
-    length: int
-    ranks: int
-    rank: int
-
-    @cached_property
-    def bounds(self) -> list[int]:
-        """First position of each of the 2C parts, and the length: parts differ by one position at most."""
-        parts = 2 * self.ranks
-        sizes = [self.length // parts + (i < self.length % parts) for i in range(parts)]
-        return [0, *accumulate(sizes)]
-
-    def spans(self, rank: int) -> tuple[range, range]:
-        """Return the two ranges of positions that a rank has."""
-        first, second = rank, 2 * self.ranks - 1 - rank
-        return (
-            range(self.bounds[first], self.bounds[first + 1]),
-            range(self.bounds[second], self.bounds[second + 1]),
-        )
-
-    def count(self, rank: int | None = None) -> int:
-        """Return how many positions a rank has; without a rank: this one."""
-        return sum(map(len, self.spans(self.rank if rank is None else rank)))
-
-    @cached_property
-    def most(self) -> int:
-        """Positions of the rank that has most: collectives send this many of each."""
-        return max(self.count(rank) for rank in range(self.ranks))
-
-    def positions(self, device: torch.device, rank: int | None = None) -> Tensor:
-        """Return the positions that a rank has, in its order; without a rank: this one."""
-        spans = self.spans(self.rank if rank is None else rank)
-        return torch.cat([torch.arange(s.start, s.stop, device=device) for s in spans])
-
-    def places(self, device: torch.device) -> Tensor:
-        """Return, for each position of the sequence, its row in the parts of all ranks, padded and laid end to end."""
-        rows = torch.empty(self.length, dtype=torch.int64, device=device)
-        for rank in range(self.ranks):
-            mine = self.positions(device, rank)
-            rows[mine] = torch.arange(len(mine), device=device) + rank * self.most
-        return rows
-
-    def tasks(self, keys_of: int, *, causal: bool) -> list[tuple[slice, slice, bool]]:
-        """Return what this rank's queries have to do with a rank's keys: rows of both, and whether causal inside."""
-        n, m = self.count(), self.count(keys_of)
-        if not causal:
-            return [(slice(0, n), slice(0, m), False)]
-        if keys_of == self.rank:  # its positions are in ascending order: causal in its own order is causal in the whole
-            return [(slice(0, n), slice(0, n), True)]
-        if keys_of < self.rank:  # both parts come after that rank's first part, and before its second
-            return [(slice(0, n), slice(0, len(self.spans(keys_of)[0])), False)]
-        return [(slice(len(self.spans(self.rank)[0]), n), slice(0, m), False)]
 
 
 def _padded(part: Tensor, dim: int, rows: int) -> Tensor:
@@ -278,12 +224,45 @@ _reasons_logged: set[str] = set()
 """Reasons in rank 0's log, without their numbers."""
 
 
-def tell_once(name: str, why: str) -> None:
+def tell_once(name: str, why: str, way: Way) -> None:
     """Write into rank 0's log why torch's ring is not taken, once for each kind of reason; `name`: of the block."""
     kind = "".join(c for c in why if not c.isdigit())
     if dist.get_rank() == 0 and kind not in _reasons_logged:
         _reasons_logged.add(kind)
-        _LOG.warning("parallel.context: the attention of %s is not torch's own: %s; gather is used instead", name, why)
+        _LOG.warning("parallel.context: the attention of %s is not torch's own: %s; %s is used instead", name, why, way)
+
+
+def as_computed(*tensors: Tensor | None) -> list[Any]:
+    """Return the tensors in the dtype in which autocast lets attention be computed; those of yes or no as they are."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def choose_way(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, name: str, causal: bool, masked: bool, dropout: float,
+    by_heads: bool,
+) -> Way:  # fmt: skip
+    """Return what auto takes for this attention, which is the same on all ranks; the log says why not torch's ring.
+
+    `by_heads`: ranks have what they need to compute some of the heads.
+    """
+    why = ""
+    if q.device.type == "cuda":
+        why = why_no_torch_ring(
+            q, k, v, length=layout.length, ranks=layout.ranks, causal=causal, masked=masked, dropout=dropout
+        )
+        if not why:
+            return "torch"
+    heads, ranks = q.shape[1], layout.ranks
+    by_heads = by_heads and not dropout and not why_no_exchange(heads, ranks)
+    fewer = by_heads and bytes_beside_gathering(heads, k.shape[1], ranks, q.element_size()) < 1
+    way = "ulysses" if fewer else "gather"
+    if why:
+        tell_once(name, why, way)
+    return way
 
 
 def attend_over_ranks(
@@ -300,28 +279,24 @@ def attend_over_ranks(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """Return the attention of this rank's queries to the whole sequence; `mask` has this rank's rows, all columns.
+    """Return the attention of this rank's queries to the whole sequence.
 
-    `name`: of the block, for words.
+    `mask`: all columns of this rank's rows, of all rows for ulysses; `name`: of the block, for words.
     """
     by = q.shape[-1] ** -0.5 if scale is None else scale
-    if torch.is_autocast_enabled(q.device.type):
-        wanted = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(wanted) for t in (q, k, v))
-        mask = mask.to(wanted) if mask is not None and mask.is_floating_point() else mask
-    if way == "torch" or (way == "auto" and q.device.type == "cuda"):
+    if way == "ulysses":
+        return attend_by_heads(q, k, v, layout, group, causal=causal, mask=mask, dropout=dropout, scale=by)
+    if way == "torch":
         masked = mask is not None
         why = why_no_torch_ring(
             q, k, v, length=layout.length, ranks=layout.ranks, causal=causal, masked=masked, dropout=dropout
         )
         if not why:
             return attend_in_torch_ring(q, k, v, group, causal=causal, scale=by)
-        if way == "torch":
-            raise TaskError(
-                f"options.native.attention: torch cannot do the attention of {name}: {why}; leave the option out, and "
-                "keys and values are gathered where torch's ring cannot do it"
-            )
-        tell_once(name, why)
+        raise TaskError(
+            f"options.native.attention: torch cannot do the attention of {name}: {why}; leave the option out, and "
+            "keys and values are gathered where torch's ring cannot do it"
+        )
     if not dropout and not (mask is not None and mask.requires_grad):
         q = q if q.stride(-1) == 1 else q.contiguous()  # as kernels read rows
         settings = _AttentionSettings(_Parts(layout, group, way == "ring"), causal, by, mask)

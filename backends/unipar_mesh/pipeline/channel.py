@@ -21,7 +21,7 @@ _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER_NUMBERS: Final = 12
 """Numbers in a header: dimensions, dtype, where a sequence is cut and its length, and up to eight sizes."""
 
-_FORWARD_TAG, _BACKWARD_TAG = 1, 2
+_FORWARD_TAG, _BACKWARD_TAG, _GENERATOR_TAG = 1, 2, 3
 
 
 @final
@@ -84,6 +84,19 @@ class Channel:
             span = Span(length, self._tensor.size(), self._tensor.rank(), self._tensor)
             hidden = CutSequence.of(hidden, cut - 1, span)
         return Arrival(hidden, header[_HEADER_NUMBERS * 8 :].clone(), leaf)
+
+    def send_generator(self, stage: int, micro: int) -> None:
+        """Send the generator's state behind a stage's microbatch: hidden states travel by another way."""
+        assert self._behind is not None
+        state = generator_state(self._device).cpu()
+        work = dist.isend(state, self._behind, group=self._header_group, tag=_GENERATOR_TAG + stage)
+        self._works.setdefault(("generator", micro), []).append((work, state))
+
+    def receive_generator(self, stage: int, micro: int) -> Tensor:
+        """Return the generator's state behind a microbatch of a stage of the rank before."""
+        state = torch.empty(self._state_bytes, dtype=torch.uint8)
+        dist.recv(state, self._before, group=self._header_group, tag=_GENERATOR_TAG + stage)
+        return state
 
     def send_gradient(self, micro: int, gradient: Tensor) -> None:
         """Send the gradient of what the stage before had sent."""

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from unipar.backend import Fn, Holding, LossFn, Mark, Micro
 from unipar.config.sections.strategy import Axes
-from unipar.distributed.device import generator_state
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import map_tensors
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode
@@ -111,6 +110,7 @@ class TorchScheduleExecutor:
             raise _first_cause(e) from None
         finally:
             self._fn, self._micros = None, ()
+        self._channel.wait_for_all()
         return torch.zeros((), device=self._device) if self._share is None else self._share
 
     def _is_new_to_a_share(self, key: Any) -> bool:
@@ -128,8 +128,8 @@ class TorchScheduleExecutor:
                 number,
                 total,
                 self._device,
-                input_args=self._examples(number - 1) if number else (),
-                output_args=self._examples(number) if number < total - 1 else torch.empty((), device="meta"),
+                input_args=(self._example(number - 1),) if number else (),
+                output_args=self._example(number) if number < total - 1 else torch.empty((), device="meta"),
                 group=self._group,
                 before_backward=partial(self._begin_backward, place),
             )
@@ -152,18 +152,19 @@ class TorchScheduleExecutor:
     def _numbers(self) -> range:
         return range(self._seat, self._axes.stages, self._axes.pipeline)
 
-    def _examples(self, number: int) -> tuple[Tensor, ...]:
-        """Return tensors without memory that are as what a stage puts out: hidden states, and the generator's state."""
+    def _example(self, number: int) -> Tensor:
+        """Return a tensor without memory that is as what a stage puts out."""
         shape, dtype = self._sizes[number]
-        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        return hidden, torch.empty(_state(self._device).shape, dtype=torch.uint8, device="meta")
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-    def _forward(self, place: int, number: int, arrival: Arrival | None) -> Any:
+    def _forward(self, place: int, number: int, hidden: Tensor | None) -> Tensor:
         """Run a microbatch through one stage; return what goes to the next, or the loss."""
         self._mark("forward")
         assert self._fn is not None
-        stage, micro = self._stages[place], self._micros[number]
-        stage.inlet = None if arrival is None else lambda: arrival
+        stage, micro, own = self._stages[place], self._micros[number], self._numbers()[place]
+        if hidden is not None:
+            arrival = Arrival(hidden, self._channel.receive_generator(own - 1, number))
+            stage.inlet = lambda: arrival
         bound = micro.bind(self._fn)
         before = [buffer.clone() for buffer in self._stem] if place else []
         stage.enter()
@@ -177,14 +178,15 @@ class TorchScheduleExecutor:
                 buffer.copy_(value)  # what precedes the blocks counts once, though every stage runs it
         if stage.is_last:
             return own_memory(out)
-        expected = self._sizes[self._numbers()[place]]
+        expected = self._sizes[own]
         if (tuple(out.shape), out.dtype) != expected:
             raise TaskError(
                 f"parallel.schedule: {self._axes.schedule} hands hidden states of one shape from stage to stage: "
                 f"{stage.blocks[stage.end - 1]} put out {tuple(out.shape)} in {out.dtype} for microbatch {number}, and "
                 f"{expected[0]} in {expected[1]} was planned; use schedule 1f1b, which takes any"
             )
-        return own_memory(out.contiguous()), _state(self._device)
+        self._channel.send_generator(own, number)
+        return own_memory(out.contiguous())
 
     def _scaled_loss(self, loss: Tensor, number: Tensor) -> Tensor:
         out, self._share = scale_loss(loss, self._micros[int(number)].scale, self._divisor, self._share)
@@ -248,7 +250,7 @@ class TorchScheduleExecutor:
 class _StageModule(nn.Module):
     """Module that torch calls for a stage: with what arrives from the one before, and the microbatch's number."""
 
-    def __init__(self, run: Callable[[int, Arrival | None], Any], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, run: Callable[[int, Tensor | None], Tensor], parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self._run, self._own = run, tuple(parameters)
 
@@ -258,11 +260,8 @@ class _StageModule(nn.Module):
         yield from self._own
 
     @override
-    def forward(self, *arrived: Tensor, i: Tensor) -> Any:
-        if not arrived:
-            return self._run(int(i), None)
-        hidden, state = arrived
-        return self._run(int(i), Arrival(ContiguousGradient.apply(hidden), state))  # pyright: ignore[reportArgumentType]
+    def forward(self, hidden: Tensor | None = None, *, i: Tensor) -> Tensor:
+        return self._run(int(i), None if hidden is None else cast("Tensor", ContiguousGradient.apply(hidden)))
 
 
 @final
@@ -366,10 +365,6 @@ def _shapes_of(batch: Any) -> tuple[Shape, ...]:
 
 def _words_of(shape: Shape | None) -> str:
     return "no such tensor" if shape is None else f"{shape[0]} of {shape[1]}"
-
-
-def _state(device: torch.device) -> Tensor:
-    return generator_state(device).to(device)
 
 
 def own_memory(t: Tensor) -> Tensor:

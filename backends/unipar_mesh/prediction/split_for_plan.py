@@ -19,7 +19,7 @@ from unipar.distributed.mesh import Mesh, MeshGroups, fake_groups
 from unipar.engines.placement import direct_parameters
 from unipar.prediction.rank_part import RankPart
 from unipar_mesh.context import SequenceSplit
-from unipar_mesh.context.spread_attention import Way
+from unipar_mesh.context.spread_attention import Choice
 from unipar_mesh.look_at_model import names_in_several, without_frozen_models
 from unipar_mesh.options import MeshOptions
 from unipar_mesh.pipeline.stage import Stage
@@ -50,7 +50,7 @@ class MeshPart(RankPart):
             self.blocks = stages.blocks[stages.cuts[stage] : stages.cuts[stage + 1]]
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | PieceFlow | None = None
-        self._way: Way = split.options.attention
+        self._way: Choice = split.options.attention
         self.proved = split.options.proof == "whole"
         self._sequences: SequenceSplit | None = None
         self.leaving: dict[Hashable, Any] = {}

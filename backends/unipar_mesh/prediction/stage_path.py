@@ -62,48 +62,46 @@ class PieceFlow:
     def __post_init__(self) -> None:
         self._state_bytes = generator_state(torch.device("cpu")).numel()
 
-    def forward(self, call: nn.Module, fn: Fn, opaque: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def forward(self, call: nn.Module, fn: Fn, opaque: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return what the stage puts out, and what it got."""
         key = shapes_of_batch(opaque.batch)
         got: tuple[Tensor, ...] = ()
         if not self.stage.is_first:
             arriving = self.arriving[key]
-            state = torch.empty(self._state_bytes, dtype=torch.uint8)
-            got = self._buffer(torch.empty(arriving.shape, dtype=arriving.dtype)).requires_grad_(), self._buffer(state)
+            got = (self._buffer(torch.empty(arriving.shape, dtype=arriving.dtype)).requires_grad_(),)
             hidden: Any = ContiguousGradient.apply(got[0])
             self.stage.inlet = lambda: Arrival(hidden, None)
         out = call(partial(self.stage.run, fn), opaque)
         self.stage.inlet = None
         if self.stage.is_last:
-            return (own_memory(out),), got
-        outputs = own_memory(out.contiguous()), torch.empty(self._state_bytes, dtype=torch.uint8)
-        self.leaving[key] = Hidden.of(outputs[0])
-        self.sent_on = sum(t.nbytes for t in outputs)
-        for t in outputs:
-            self._send(t.detach(), 1)
-        return outputs, got
+            return own_memory(out), got
+        output, state = own_memory(out.contiguous()), torch.empty(self._state_bytes, dtype=torch.uint8)
+        self.leaving[key] = Hidden.of(output)
+        self.sent_on = output.nbytes + state.nbytes
+        for t in (state, output.detach()):
+            self._send(t, 1)
+        return output, got
 
-    def backward(self, kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> None:
+    def backward(self, kept: tuple[Tensor, tuple[Tensor, ...]]) -> None:
         """Run the backward, or that of inputs; the first stage has none of these."""
-        outputs, got = kept
+        output, got = kept
         self._gradients = None
         if not self.stage.is_last:
-            self._gradients = [self._buffer(torch.empty_like(outputs[0])), None]
+            self._gradients = [self._buffer(torch.empty_like(output))]
         if not self.halves:
-            self._send_back(
-                _backward.stage_backward(outputs[0] if self.stage.is_last else outputs, self._gradients, got)
-            )
+            outputs: Any = output if self.stage.is_last else (output,)
+            self._send_back(_backward.stage_backward(outputs, self._gradients, got))
         elif got:
             gradients, self._groups_of_weights = _backward.stage_backward_input(
-                list(outputs), self._gradients, list(got), iter(self.parameters)
+                [output], self._gradients, list(got), iter(self.parameters)
             )
             self._send_back(gradients)
 
-    def backward_of_weights(self, kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> None:
+    def backward_of_weights(self, kept: tuple[Tensor, tuple[Tensor, ...]]) -> None:
         """Run the half of a backward that computes gradients of weights; in the first stage, all of it."""
-        outputs, got = kept
+        output, got = kept
         if not got:
-            _backward.stage_backward(outputs, self._gradients, ())
+            _backward.stage_backward((output,), self._gradients, ())
         else:
             places = {_backward._get_grad_fn_or_grad_acc(p): place for place, p in enumerate(self.parameters)}
             for group in self._groups_of_weights:  # torch has them in sets, in the order of addresses

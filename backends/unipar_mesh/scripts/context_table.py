@@ -14,7 +14,7 @@ from unipar.errors import TaskError
 from unipar_mesh.context.block_arguments import Arguments, position_dimension
 from unipar_mesh.context.context_trial import ENOUGH, examine
 from unipar_mesh.context.inside import InsideBlock, Pass
-from unipar_mesh.context.spread_attention import SequenceLayout
+from unipar_mesh.context.sequence_layout import SequenceLayout
 from unipar_mesh.scripts.look_at_calls import ModelLook
 from unipar_mesh.scripts.mesh_parts import ArgumentPlace
 from unipar_mesh.tensor.tensor_model import blocks_by_kind

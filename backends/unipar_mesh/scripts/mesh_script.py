@@ -101,7 +101,7 @@ def _standalone(path: str) -> str:
 def _refused_axes(outline: Outline) -> Iterator[str]:
     """Yield why a script cannot have these axes, whatever the model."""
     parallel = outline.config.parallel
-    if (way := options_of(outline.config).attention) in ("ring", "torch"):
+    if (way := options_of(outline.config).attention) in ("ring", "ulysses", "torch"):
         yield (
             f"options.native.attention: {way}: a script gathers keys and values of all ranks, which computes the same; "
             "say gather"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +144,18 @@ class ParameterCut:
                 regions.append((region, (slice(low, high),)))
             at += length
         return regions
+
+
+class OwnPart(NamedTuple):
+    """The part of one parameter that this rank holds."""
+
+    cut: ParameterCut
+    seat: int
+    """This rank's place among those that hold parts."""
+
+    def local(self, full: Tensor) -> Tensor:
+        """Return this rank's part of the whole parameter."""
+        return self.cut.local(full, self.seat)
 
 
 def is_transposed(module: nn.Module) -> bool:

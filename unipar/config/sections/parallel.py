@@ -39,6 +39,9 @@ class Parallel(Section):
     context: PositiveInt = 1
     """Ranks that split each sequence, and train on the same samples."""
 
+    expert: PositiveInt = 1
+    """Ranks of `data` that hold a part of each layer's experts each, and send tokens to one another."""
+
     sequence: bool = False
     """Split activations between blocks along the sequence as well, over the ranks of `tensor`."""
 
@@ -48,7 +51,9 @@ class Parallel(Section):
     @property
     def axes(self) -> Axes:
         """Sizes of the mesh's axes beside the data's."""
-        return Axes(self.tensor, self.pipeline, self.context, sequence=self.sequence, schedule=self.schedule)
+        return Axes(
+            self.tensor, self.pipeline, self.context, self.expert, sequence=self.sequence, schedule=self.schedule
+        )
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -64,10 +69,16 @@ class Parallel(Section):
     def settle(self, ranks: int) -> None:
         """Raise ConfigError, which shows the arithmetic, if the sizes do not divide the number of ranks."""
         data, left = divmod(ranks, self.axes.ranks)
+        if not left and data % self.expert:
+            raise ConfigError(
+                f"parallel.expert ({self.expert}) does not divide the number of data ranks ({data}), each "
+                f"{self.expert} of which hold all experts: give a divisor of it, or start a multiple of "
+                f"{self.axes.fewest_ranks} ranks"
+            )
         if left:
             raise ConfigError(
-                f"{count_of(ranks, 'rank')} cannot be divided into {self.axes} ({self.axes.ranks} ranks each): "
-                f"start a multiple of {self.axes.ranks} ranks, or change the sizes"
+                f"{count_of(ranks, 'rank')} cannot be divided into {self.axes} ({self.axes.fewest_ranks} ranks each): "
+                f"start a multiple of {self.axes.fewest_ranks} ranks, or change the sizes"
             )
         if isinstance(self.shard_over, int) and data % self.shard_over:
             raise ConfigError(

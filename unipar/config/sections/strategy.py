@@ -31,8 +31,9 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zerobubble"]
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "gpipe", "interleaved", "zerobubble")
 
-AXES = ("tensor", "pipeline", "context")
-"""Ways of splitting one copy's work among ranks that train on the same samples."""
+AXES = ("tensor", "pipeline", "context", "expert")
+"""Ways of splitting one copy's work among ranks: those of `expert` train on different samples, all others on the same.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Axes:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
+    """Ranks of the data's axis that have a part of each layer's experts each."""
+
     sequence: bool = False
     """Whether activations between blocks are split along the sequence, over the ranks of `tensor`."""
 
@@ -52,6 +56,16 @@ class Axes:
     def ranks(self) -> int:
         """Number of ranks that train on the same samples."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Number of ranks of the smallest mesh with these sizes; every world is a multiple of it."""
+        return self.ranks * self.expert
+
+    @property
+    def split(self) -> bool:
+        """Whether ranks have different parts of the model, beyond what sharding its state does."""
+        return self.fewest_ranks > 1
 
     @property
     def pieces(self) -> int:
@@ -78,6 +92,11 @@ class Axes:
     @override
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+    def with_data(self, data: int | str) -> str:
+        """Return words for the mesh with this many ranks of the data: `data 4 (expert 2) x tensor 2`."""
+        experts = f" (expert {self.expert})" if self.expert > 1 else ""
+        return " x ".join((f"data {data}{experts}", *filter(None, [str(replace(self, expert=1))])))
 
 
 def idle_words(axes: Axes) -> str | None:
@@ -160,7 +179,7 @@ class Strategy:
                 raise ConfigError(f"{text!r} is not a strategy: it says {key} twice; say it once")
             axis_sizes[key] = value
         axes = Axes(**axis_sizes)
-        if 0 in (axes.tensor, axes.pipeline, axes.context):
+        if 0 in (axes.tensor, axes.pipeline, axes.context, axes.expert):
             raise ConfigError(f"{text!r} is not a strategy: a size is at least 1")
         if (why := idle_words(axes)) is not None:
             raise ConfigError(f"{text!r} is not a strategy: {why}")

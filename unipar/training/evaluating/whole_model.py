@@ -69,7 +69,7 @@ class GatheredModel:
         if self._is_busy():
             raise TaskError(f"{WHOLE_CALL} was called inside a step or an evaluation: call it between two steps")
         self.refuse(WHOLE_CALL)
-        if (axes := run.config.parallel.axes).ranks > 1:
+        if (axes := run.config.parallel.axes).split:
             raise TaskError(
                 f"{WHOLE_CALL}: parallel has {axes}, which splits blocks in place, so that no rank can have the whole "
                 "model; evaluate by metrics(), which runs the split model, or train without these axes"

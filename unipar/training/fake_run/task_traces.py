@@ -127,7 +127,7 @@ class TaskTraces:
         `micro`: size of the microbatches, of which each is traced where torch.compile is at work.
         """
         axes = config.parallel.axes
-        if axes.ranks == 1:
+        if not axes.split:
             if self._compiled is None:
                 return (self.whole,)
             micro = micro or self._fake.micro

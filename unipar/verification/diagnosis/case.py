@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from unipar.config import Config, Precision
 from unipar.config.settled import SettledConfig
@@ -20,6 +22,9 @@ FACTOR_TOLERANCE: dict[Precision, float] = {"fp64": 0.005, "fp32": 0.005}
 COARSE_FACTOR_TOLERANCE = 0.03
 """Relative tolerance of factors in all coarser precisions."""
 
+_SHORT = 1e-5
+"""Share of the whole gradient's length below which that of one parameter is taken for rounding."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -32,6 +37,9 @@ class Fault:
 
     measured: str = ""
     """Part of `says` that is true for every candidate."""
+
+    parameters: tuple[str, ...] = ()
+    """Parameters whose gradients are wrong, if those of all others are right."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,23 @@ def whole_gradient(case: FaultCase, step: int) -> GradientSketches:
         for name, sketch in grads.items():
             total[name] = total[name] + sketch if name in total else sketch
     return total
+
+
+def gradient_factors(case: FaultCase, step: int) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield for each parameter the factor between its gradient and that of one process, and what is left then."""
+    gradient, expected = run_gradient(case, step), whole_gradient(case, step)
+    lengths = case.replay.shares[step - 1]["lengths"]
+    total = math.hypot(*lengths.values())
+    for name, right in expected.items():
+        size = float(np.dot(right, right))
+        if name in gradient and lengths[name] > _SHORT * total and size > 0:  # equal elements may cancel in a sketch
+            factor = float(np.dot(gradient[name], right)) / size
+            yield name, (factor, float(np.linalg.norm(gradient[name] - factor * right)) / size**0.5)
+
+
+def is_right(case: FaultCase, factor: float, left: float) -> bool:
+    """Return whether a gradient with this factor, and what is left then, is that of one process."""
+    return case.is_near(factor, 1.0) and left <= 10 * case.near
 
 
 def _rate_by_parameter(case: FaultCase, step: int) -> dict[str, float]:

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from unipar.backend.engine import KIND_OF_AVERAGES
-from unipar.utils.text import count_of
+from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis import mesh_faults
 from unipar.verification.diagnosis import update_faults as updates
 from unipar.verification.diagnosis import weight_faults as copies
 from unipar.verification.diagnosis.case import (
     Fault,
     FaultCase,
+    gradient_factors,
     norm_factor,
     run_gradient,
     share_gradients,
     whole_gradient,
 )
-from unipar.verification.diagnosis.modules import count_loss_ranks
-from unipar.verification.diagnosis.sketched_gradients import GradientMix, find_unmoved_parameters, fit_gradient_mix
+from unipar.verification.diagnosis.modules import count_loss_ranks, has_right_gradient, loss_rounding
+from unipar.verification.diagnosis.sketched_gradients import (
+    GradientMix,
+    GradientSketches,
+    find_unmoved_parameters,
+    fit_gradient_mix,
+)
 from unipar.verification.judgement.judge import count_used_batches
 
 ROUNDING_ERROR_RANGES = {"bf16": (4e-4, 6e-3), "fp16": (4e-5, 4e-4)}
 """Relative error of a gradient that was rounded once or twice to a precision: smallest and largest."""
+
+MOST_OF_FULL_DIGITS = 1e-5
+"""Relative distance of a loss in fp32 from that in fp64 at most, in a microbatch."""
+
+_ZERO = 1e-6
+"""Length of a gradient, relative to the right one, that counts as zero."""
+
+IN_PART = ", of some parameters"
+"""End of the name of a fault that only some parameters' gradients have."""
 
 
 def classify_fault(case: FaultCase) -> Fault | None:
@@ -42,12 +58,16 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_averages(case, at)
     if (fault := copies.classify_start(case)) is not None:
         return fault
-    if case.settled.strategy.axes.ranks > 1 and (fault := mesh_faults.classify_before_update(case, at)) is not None:
+    if case.settled.strategy.axes.split and (fault := mesh_faults.classify_before_update(case, at)) is not None:
+        return fault
+    if (fault := _classify_digits(case, at)) is not None:
         return fault
     if "forward" in case.module_differences:
         return _classify_forward(case, at)
     if case.loss_differences:
         return _classify_loss(case, at)
+    if (fault := _classify_no_gradient(case, at) or _classify_backward(case, at)) is not None:
+        return fault
     if first.what == "ranks' weights":
         return copies.classify_parted_ranks(case, at)
     if case.optimizer_uses_whole_tensors is not None:
@@ -65,6 +85,7 @@ def classify_fault(case: FaultCase) -> Fault | None:
         or _classify_norms(case, at)
         or updates.classify_scaled_norm(case, at)
         or updates.classify_norm_of_groups(case, at)
+        or _classify_part(case, at)
         or _classify_gradient(case, at)
         or mesh_faults.classify_norm(case, at)
         or updates.classify_update(case, at)
@@ -135,6 +156,18 @@ def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(one, other, strict=True))
 
 
+def _classify_digits(case: FaultCase, step: int) -> Fault | None:
+    """Return the fault of a forward that is computed in more digits than the precision has."""
+    mine, right = loss_rounding(case.run, case.own, case.replay)
+    if mine > MOST_OF_FULL_DIGITS or right < 10 * MOST_OF_FULL_DIGITS:
+        return None
+    return Fault(
+        "more digits than asked for",
+        f"the losses of step {step} differ from those in fp64 by {mine:.1e} at most, and in one process with "
+        f"train.precision {case.config.train.precision} by up to {right:.1e}: layers compute in a finer precision",
+    )
+
+
 def _classify_forward(case: FaultCase, step: int) -> Fault:
     place = case.module_differences["forward"]
     return Fault(
@@ -156,6 +189,38 @@ def _classify_loss(case: FaultCase, step: int) -> Fault:
         f"instead of {first.wanted:.6g}{times}, in microbatch {first.micro + 1} of rank {first.rank} in step {step}, "
         "although all modules return the same; let loss() compute the same on every rank: nothing in it may depend "
         "on the rank, on the number of ranks, or on what one rank alone has seen",
+    )
+
+
+def _classify_no_gradient(case: FaultCase, step: int) -> Fault | None:
+    """Return the fault of gradients that are zero, if the optimizer's state tells them from those that it never got."""
+    if case.optimizer_uses_whole_tensors is not None or "weight" in case.config.train.optimizer.gradient_sums:
+        return None
+    gone = [name for name, (factor, left) in gradient_factors(case, step) if max(abs(factor), left) < _ZERO]
+    if not gone:
+        return None
+    return Fault(
+        "no gradient",
+        f"in step {step} the gradient of {count_of(len(gone), 'parameter')} ({first_few(gone)}) is zero, and in one "
+        "process it is not: nothing of the loss comes back to them",
+    )
+
+
+def _classify_backward(case: FaultCase, step: int) -> Fault | None:
+    """Return the fault of a backward pass that goes wrong inside the model, if a gradient of another module is right.
+
+    A loss that is scaled wrongly changes the gradients of all outputs.
+    """
+    place = case.module_differences.get("backward")
+    if place is None or not place.off > case.near:
+        return None
+    if not has_right_gradient(case.run, case.own, place, case.shares, case.settled.strategy.axes):
+        return None
+    return Fault(
+        "another backward",
+        f"in step {step} the gradient of {place.module}'s output differs on rank {place.rank}, by {place.off:.1e}, "
+        "although all outputs and losses, and gradients of other modules' outputs, are those of one process: what "
+        "follows it in the forward has another gradient than its own",
     )
 
 
@@ -199,8 +264,8 @@ def _classify_norms(case: FaultCase, step: int) -> Fault | None:
     if max(norms) - min(norms) <= case.limit * right:
         return None
     shown = ", ".join(f"{n:.5g}" for n in norms)
-    fault = _classify_gradient(case, step)
-    if fault is not None and fault.name in ("not reduced", "a microbatch not reduced"):
+    fault = _classify_part(case, step) or _classify_gradient(case, step)
+    if fault is not None and fault.name.removesuffix(IN_PART) in ("not reduced", "a microbatch not reduced"):
         return fault
     verb = "clip by"
     of_shares: list[float] = case.replay.shares[step - 1]["norms"]
@@ -226,15 +291,41 @@ def _fit_factor(case: FaultCase, step: int) -> float:
     return math.nan if mix is None else mix.parts[0, 0]
 
 
+def _classify_part(case: FaultCase, step: int) -> Fault | None:
+    """Return the fault of the gradients of some parameters, while those of all others are right."""
+    factors = dict(gradient_factors(case, step))
+    wrong = [name for name, (factor, left) in factors.items() if not case.is_near(factor, 1.0) or left > case.near]
+    if len(wrong) == len(factors):
+        return None
+    mix = _fit_mix(case, run_gradient(case, step), wrong, step)
+    if mix is None or mix.unexplained_share > 10 * case.near:
+        return None
+    fault = _classify_mix(case, mix, step)
+    if fault is None:
+        return None
+    return replace(
+        fault,
+        name=" or ".join(f"{name}{IN_PART}" for name in fault.candidates) or f"{fault.name}{IN_PART}",
+        says=f"in {count_of(len(wrong), 'parameter')} ({first_few(wrong)}) and no other, {fault.says}",
+        candidates=tuple(f"{name}{IN_PART}" for name in fault.candidates),
+        measured=f"in {count_of(len(wrong), 'parameter')} ({first_few(wrong)}) and no other, {fault.measured}",
+        parameters=tuple(wrong),
+    )
+
+
 def _classify_gradient(case: FaultCase, step: int) -> Fault | None:
     gradients = run_gradient(case, step)
     names = [n for n, _ in case.judgement.differing if n in gradients] or list(gradients)
-    parts = share_gradients(case, step)
-    stale = whole_gradient(case, step - 1) if step > 1 else {}
-    mix = fit_gradient_mix(gradients, parts, stale, list(dict.fromkeys(names)))
+    mix = _fit_mix(case, gradients, list(dict.fromkeys(names)), step)
     if mix is None:
         return _classify_norm_factor(case, step)
     return _classify_mix(case, mix, step)
+
+
+def _fit_mix(case: FaultCase, gradients: GradientSketches, names: Sequence[str], step: int) -> GradientMix | None:
+    """Return the gradients of these parameters as a sum of those of microbatches and of the step before."""
+    stale = whole_gradient(case, step - 1) if step > 1 else {}
+    return fit_gradient_mix(gradients, share_gradients(case, step), stale, names)
 
 
 def _classify_norm_factor(case: FaultCase, step: int) -> Fault | None:
@@ -307,6 +398,11 @@ def _classify_uneven_mix(case: FaultCase, values: Any, step: int) -> Fault | Non
         if gone and len(gone) < micros:
             which = "the last microbatch" if gone == [micros] else f"microbatch {', '.join(map(str, gone))}"
             return Fault("a microbatch left out", f"the gradient of step {step} contains nothing of {which}")
+        shown = ", ".join(f"{x:.3f}" for x in by_micro)
+        return Fault(
+            "microbatches that count differently",
+            f"the gradient of step {step} contains the microbatches, first to last, with the weights {shown}",
+        )
     if np.abs(values - by_share[None, :]).max() <= near:
         shown = ", ".join(f"{x:.3f}" for x in by_share)
         rule = f"the gradient of step {step} contains the ranks' shares with the weights {shown}"

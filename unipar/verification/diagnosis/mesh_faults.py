@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from unipar.utils.text import count_of, first_few
-from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, whole_gradient
+from unipar.verification.diagnosis.case import Fault, FaultCase, gradient_factors, is_right
 from unipar.verification.diagnosis.modules import MIN_RELATIVE_DIFFERENCE, ModuleDifference
 from unipar.verification.judgement.judge import copy_distances
 from unipar.verification.judgement.record import RunRecord, SketchVector, tensor_distance
 
 AXIS_OF_SEAT = ("pipeline", "context", "tensor")
 """Axes along which ranks train on the same samples."""
-
-_SHORT = 1e-5
-"""Share of the whole gradient's length below which that of one parameter is taken for rounding."""
 
 _SKETCH_NEAR = 1e-3
 """Relative distance within which two sums of sketches are the same: far above rounding, far below any fault."""
@@ -255,8 +251,8 @@ def _unequal_copies(case: FaultCase, step: int) -> Fault | None:
 
 def _wrong_gradients(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of some parameters' gradients, or of all by the size of an axis."""
-    factors = dict(_factors(case, step))
-    wrong = {name: fit for name, fit in factors.items() if not _is_right(case, *fit)}
+    factors = dict(gradient_factors(case, step))
+    wrong = {name: fit for name, fit in factors.items() if not is_right(case, *fit)}
     if not wrong:
         return None
     shared = _names_of_several_stages(case)
@@ -288,22 +284,6 @@ def _wrong_gradients(case: FaultCase, step: int) -> Fault | None:
                 f"{measured}: it was divided by the {size} ranks of {axis}, which train on the same samples",
             )
     return None
-
-
-def _factors(case: FaultCase, step: int) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield for each parameter the factor between its gradient and that of one process, and what is left then."""
-    gradient, expected = run_gradient(case, step), whole_gradient(case, step)
-    lengths = case.replay.shares[step - 1]["lengths"]
-    total = math.hypot(*lengths.values())
-    for name, right in expected.items():
-        size = float(np.dot(right, right))
-        if name in gradient and lengths[name] > _SHORT * total and size > 0:  # equal elements may cancel in a sketch
-            factor = float(np.dot(gradient[name], right)) / size
-            yield name, (factor, float(np.linalg.norm(gradient[name] - factor * right)) / size**0.5)
-
-
-def _is_right(case: FaultCase, factor: float, left: float) -> bool:
-    return case.is_near(factor, 1.0) and left <= 10 * case.near
 
 
 def _names_of_several_stages(case: FaultCase) -> set[str]:
@@ -355,8 +335,8 @@ def classify_norm(case: FaultCase, step: int) -> Fault | None:
     mine, right = case.run.norms[step - 1][0], case.base.norms[step - 1][0]
     if not math.isfinite(mine) or abs(mine - right) <= case.limit * right:
         return None
-    factors = list(_factors(case, step))
-    if not factors or not all(_is_right(case, *fit) for _, fit in factors):
+    factors = list(gradient_factors(case, step))
+    if not factors or not all(is_right(case, *fit) for _, fit in factors):
         return None  # RMSprop's states may tell no gradient
     lengths = case.replay.shares[step - 1]["lengths"]
     text = f"in step {step} the norm is {mine:.6g} instead of {right:.6g}, while all gradients are right"

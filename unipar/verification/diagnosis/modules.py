@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,22 @@ def find_loss_differences(run: RunRecord, own: RunRecord, exact: RunRecord, shar
     return sorted(differences, key=lambda difference: (difference.micro, difference.rank))
 
 
+def loss_rounding(run: RunRecord, own: RunRecord, exact: RunRecord) -> tuple[float, float]:
+    """Return the largest relative distances of a microbatch's loss from the exact one: of the run, and of one process.
+
+    `own` and `exact` as for modules.
+    """
+    wanted, true = _loss_by_number(own.traced[0]), _loss_by_number(exact.traced[0])
+    sizes = {number: abs(value) for number, value in true.items() if number in wanted and value}
+    mine = [
+        abs(value - true[number]) / sizes[number]
+        for rows in run.traced
+        for number, value in _loss_by_number(rows).items()
+        if number in sizes
+    ]
+    return max(mine, default=math.inf), max((abs(wanted[n] - true[n]) / size for n, size in sizes.items()), default=0.0)
+
+
 def count_loss_ranks(run: RunRecord) -> int:
     """Return the number of ranks that compute losses: in a pipeline, those of the last stage."""
     return sum(bool(_loss_by_number(rows)) for rows in run.traced)
@@ -93,7 +110,7 @@ def find_module_differences(
         size = float(row["sketch"].norm())
         allowed = max(ROUNDING_FACTOR * rounding, MIN_RELATIVE_DIFFERENCE * size)
         off_of_rank = dict(_differences(run, mine, key, row, share, factor))
-        if not off_of_rank and axes.ranks == 1:
+        if not off_of_rank and not axes.split:
             first = next((r for r, seat in enumerate(run.seats) if seat.share == share), 0)
             differences[way] = ModuleDifference(way, row["module"], first, micro, float("nan"))
         for rank, off in off_of_rank.items():
@@ -102,6 +119,20 @@ def find_module_differences(
                 differences[way] = ModuleDifference(way, row["module"], rank, micro, relative)
                 break
     return differences
+
+
+def has_right_gradient(run: RunRecord, own: RunRecord, place: ModuleDifference, shares: int, axes: Axes) -> bool:
+    """Return whether, in the microbatch and on the rank of `place`, the gradient of any module's output is right."""
+    wanted, mine = _index_rows(own.traced[0]), [_index_rows(rows) for rows in run.traced]
+    scale = _backward_scale(mine, wanted, shares, axes)
+    share = run.seats[place.rank].share
+    for key, row in wanted.items():
+        size = float(row["sketch"].norm())
+        if key[0] == "backward" and key[2] == place.micro * shares + share and size > 0:
+            off = dict(_differences(run, mine, key, row, share, scale)).get(place.rank)
+            if off is not None and off <= ROUNDING_FACTOR * MIN_RELATIVE_DIFFERENCE * size:
+                return True
+    return False
 
 
 def _differences(

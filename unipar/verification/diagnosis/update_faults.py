@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
+from torch import Tensor
 
 from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis.case import Fault, FaultCase, run_gradient, whole_gradient
@@ -138,12 +140,36 @@ def _coupled_decays(case: FaultCase, step: int, decays: dict[str, float]) -> dic
     return measured
 
 
+def classify_step_count(case: FaultCase, step: int) -> Fault | None:
+    """Return the fault of an optimizer that has counted more or fewer steps than there were, and corrects by that."""
+    counts = {name: (float(case.run.state[name, "step"]), float(right)) for name, right in _step_counts(case)}
+    wrong = {name: pair for name, pair in counts.items() if pair[0] != pair[1]}
+    if not wrong or not any(kind == "weight" for _, kind in case.judgement.differing):
+        return None
+    mine, right = next(iter(wrong.values()))
+    return Fault(
+        "another step count",
+        f"after step {step} the optimizer has counted {mine:g} instead of {right:g} for "
+        f"{count_of(len(wrong), 'parameter')} ({first_few(list(wrong))}): what it corrects by that number is that of "
+        "another step",
+    )
+
+
+def _step_counts(case: FaultCase) -> Iterator[tuple[str, Tensor]]:
+    """Yield the step counts of one process that the run has, too."""
+    for (name, kind), count in case.own.state.items():
+        if kind == "step" and (name, kind) in case.run.state:
+            yield name, count
+
+
 def classify_update(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of an optimizer that does something else with the right gradient."""
     first = case.judgement.first
     assert first is not None
     if first.what in ("loss", "norm", "ranks' norms") or "backward" in case.module_differences:
         return None
+    if (fault := classify_step_count(case, step)) is not None:
+        return fault
     if case.optimizer_uses_whole_tensors is None and (fault := classify_decay(case, step)) is not None:
         return fault
     kinds = list(dict.fromkeys(kind for _, kind in case.judgement.differing)) or [first.what]

@@ -145,7 +145,7 @@ def _run_job(
         recorder = RunRecorder(
             job.trace_at,
             partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),
-            shared=settled.strategy.axes.ranks > 1,
+            shared=settled.strategy.axes.split,
             masks=job.key.dropout,
             held=job.kind == "run" and _holds_copies(settled),
         )
@@ -189,7 +189,7 @@ def _run_job(
             "unequal": unequal,
             "tf32": had_tf32,
             "first_buffers": first_buffers,
-            "buffers": recorder.buffers() if job.kind == "replay" or settled.strategy.axes.ranks > 1 else {},
+            "buffers": recorder.buffers() if job.kind == "replay" or settled.strategy.axes.split else {},
             "narrow": any(narrow_frozen_parameters(part.module, dtype) for part in live.parts.values()),
         }
         for engine in recorder.engines.values():
@@ -199,7 +199,7 @@ def _run_job(
 
 def _holds_copies(settled: SettledConfig) -> bool:
     """Return whether several ranks hold the same weights after each step, and train on samples of their own."""
-    return settled.ranks > 1 and settled.strategy.axes.ranks == 1 and settled.config.train.local_steps is None
+    return settled.ranks > 1 and not settled.strategy.axes.split and settled.config.train.local_steps is None
 
 
 def _gradient_shares(recorder: RunRecorder) -> list[dict[str, Any]]:

@@ -28,7 +28,12 @@ def deepspeed_adam(part: Part, config: Config, world: World) -> Engine:
         asked = settings | {"optimizer": {"type": "Adam", "params": params}}
         return deepspeed.initialize(model=model, model_parameters=groups, config=asked, dist_init_required=False)[0]
 
+    open_deepspeed(world)
+    return ZeroEngine(part, config, world, deepspeed_backend, start)
+
+
+def open_deepspeed(world: World) -> None:
+    """Let DeepSpeed take the world that there is."""
     world.set_variables(LOCAL_RANK=world.local_rank_for_libraries)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    return ZeroEngine(part, config, world, deepspeed_backend, start)

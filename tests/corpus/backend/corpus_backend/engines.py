@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from unipar_mesh.engine import MeshEngine
 
-from corpus_backend import adam, clipping, gradients, inputs, mesh, updates
+from corpus_backend import adam, alive, clipping, experts, gradients, inputs, mesh, updates
 from tests.support.healthy_engines import HealthyDDP
 from unipar.backend import Engine, Part
 from unipar.config import Config
@@ -25,6 +25,7 @@ ENGINES: dict[str, Callable[[Part, Config, World], Engine]] = {
     "split-twice": inputs.SplitTwice,
     "same-order": inputs.SameOrder,
     "bf16-table": inputs.Bf16Table,
+    "more-digits": inputs.MoreDigits,
     "rate-ahead": updates.rate_ahead,
     "old-parameters": updates.OldParameters,
     "some-old-parameters": updates.SomeOldParameters,
@@ -46,6 +47,24 @@ ENGINES: dict[str, Callable[[Part, Config, World], Engine]] = {
     "tied-apart": mesh.tied_apart,
     "wiped": mesh.wiped,
     "generator-ahead": mesh.generator_ahead,
+    "fsdp-of-one-rank": alive.fsdp_of_one_rank,
+    "another-tag": alive.checkpoint_of_another_tag,
+    "shard-scaled": gradients.ShardScaled,
+    "doubled-each-time": gradients.DoubledEachTime,
+    "accumulated-in-bf16": gradients.AccumulatedInBf16,
+    "local-counts": gradients.LocalCounts,
+    "step-ahead": updates.StepAhead,
+    "uncorrected": updates.Uncorrected,
+    "head-gradient-partial": mesh.head_gradient_partial,
+    "attention-without-gradient": mesh.attention_without_gradient,
+    "sequence-loss-times": mesh.sequence_loss_times,
+    "sequence-loss-divided": mesh.sequence_loss_divided,
+    "sequence-gradient-divided": mesh.sequence_gradient_divided,
+    "experts-summed": experts.ExpertsSummed,
+    "router-apart": experts.RouterApart,
+    "balance-times-accumulation": experts.BalanceTimesAccumulation,
+    "balance-lost": experts.BalanceLost,
+    "absent-slots": experts.AbsentSlots,
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, final
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -113,3 +115,56 @@ class MeanOfMeans(HealthyDDP):
                 self.backward(mine)
         assert share is not None
         return share
+
+
+@final
+class ShardScaled(HealthyByHand):
+    """What was accumulated is divided by the ranks, instead of the gradient that is added to it."""
+
+    @override
+    def backward(self, loss: Tensor) -> None:
+        for p in self.trained:
+            if p.grad is not None:
+                p.grad.div_(self.world.size)
+        loss.backward()
+
+    @override
+    def finish_reduction(self) -> None:
+        for p in self.trained:
+            if p.grad is not None:
+                self.world.sum(p.grad)
+
+
+@final
+class DoubledEachTime(HealthyByHand):
+    """A reduction over a single rank adds the buffer to itself, in every microbatch."""
+
+    @override
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        for p in self.trained:
+            if p.grad is not None:
+                p.grad.mul_(2)
+
+
+@final
+class AccumulatedInBf16(HealthyByHand):
+    """Gradients are accumulated in bf16, and only the sum is reduced in fp32."""
+
+    @override
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        for p in self.trained:
+            if p.grad is not None:
+                p.grad.copy_(p.grad.to(torch.bfloat16))
+
+
+@final
+class LocalCounts(HealthyDDP):
+    """The loss is divided by the tokens of this rank, and a mean over ranks follows."""
+
+    @override
+    def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Any) -> Tensor:
+        own = sum(micro.scale for micro in micros) * self.world.size
+        alike = [replace(micro, scale=micro.scale / own) for micro in micros]
+        return super().run_microbatches(fn, alike, divisor, mark)

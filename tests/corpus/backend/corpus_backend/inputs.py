@@ -86,3 +86,12 @@ class Bf16Table(HealthyDDP):
         super().__init__(part, config, world)
         for buffer in part.module.buffers():
             buffer.copy_(buffer.to(torch.bfloat16))
+
+
+@final
+class MoreDigits(HealthyDDP):
+    """The layers that compute in fewer digits are not used."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        self.call.autocast = self.call.cast = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,67 @@ def bias_gradient_divided(part: Part, config: Config, world: World) -> Engine:
     def divide() -> None:
         for bias in biases:
             bias.grad.div_(world.mesh.sizes["tensor"])
+
+    engine.finish_reduction = divide
+    return engine
+
+
+def head_gradient_partial(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine in which the gradient of the head's input is that of this rank's part of the vocabulary."""
+    engine: Any = MeshEngine(part, config, world)
+
+    def keep_own_part(module: Any, given: tuple[Tensor | None, ...], out: tuple[Tensor, ...]) -> tuple[Tensor]:
+        mine = [whole.chunk(world.mesh.sizes["tensor"], -1)[world.mesh.seat["tensor"]] for whole in out]
+        rows = module.weight.detach().chunk(world.mesh.sizes["tensor"])[world.mesh.seat["tensor"]]
+        return (mine[0] @ rows,)
+
+    engine.model.head.register_full_backward_hook(keep_own_part)
+    return engine
+
+
+def attention_without_gradient(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose exchange of queries, keys and values has no gradient."""
+    engine: Any = MeshEngine(part, config, world)
+    for block in part.blocks:
+        engine.model.get_submodule(f"{block}.qkv").register_forward_hook(_cut_gradient)
+    return engine
+
+
+def _cut_gradient(module: nn.Module, given: Any, out: Tensor) -> None:
+    if out.requires_grad:
+        out.register_hook(torch.zeros_like)
+
+
+def sequence_loss_times(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose loss is divided by the tokens of one rank's part of the sequence."""
+    return _scaled_loss(part, config, world, world.mesh.sizes["context"])
+
+
+def sequence_loss_divided(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine whose loss is a mean over ranks that each have a part of the same sequence."""
+    return _scaled_loss(part, config, world, 1 / world.mesh.sizes["context"])
+
+
+def _scaled_loss(part: Part, config: Config, world: World, factor: float) -> Engine:
+    engine: Any = MeshEngine(part, config, world)
+    run = engine.run_microbatches
+
+    def run_scaled(fn: Any, micros: Any, divisor: float, mark: Any) -> Tensor:
+        return run(fn, [replace(micro, scale=micro.scale * factor) for micro in micros], divisor, mark)
+
+    engine.run_microbatches = run_scaled
+    return engine
+
+
+def sequence_gradient_divided(part: Part, config: Config, world: World) -> Engine:
+    """Return an engine that divides gradients by all ranks, those along the sequence included."""
+    engine: Any = MeshEngine(part, config, world)
+    finish = engine.finish_reduction
+
+    def divide() -> None:
+        finish()
+        for p in engine.trained:
+            p.grad.div_(world.mesh.sizes["context"])
 
     engine.finish_reduction = divide
     return engine

@@ -113,6 +113,42 @@ class OwnStart(HealthyDDP):
                     p.add_(torch.randn(p.shape, generator=generator).to(p.device), alpha=0.02)
 
 
+class MadeStates(HealthyDDP):
+    """Base of engines whose optimizer has made its states before training, by a step that changes nothing else."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        super().__init__(part, config, world)
+        kept = [(group["lr"], group["weight_decay"]) for group in self.base.param_groups]
+        for group in self.base.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        for p in self.trained:
+            p.grad = torch.zeros_like(p)
+        self.base.step()
+        self.base.zero_grad()
+        for group, (rate, decay) in zip(self.base.param_groups, kept, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+
+
+@final
+class StepAhead(MadeStates):
+    """That step counts: the first one of training is corrected for bias like the second one."""
+
+
+@final
+class Uncorrected(MadeStates):
+    """Nothing is corrected for bias, as by an optimizer that never counts."""
+
+    @override
+    def update(self) -> None:
+        counts: list[Tensor] = [self.base.state[p]["step"] for p in self.trained]
+        kept = [count.clone() for count in counts]
+        for count in counts:
+            count.fill_(1e6)
+        super().update()
+        for count, before in zip(counts, kept, strict=True):
+            count.copy_(before)
+
+
 @final
 class MuonAsSGD(HealthyDDP):
     """The library leaves the orthogonalization to a wrapper that this configuration does not have."""

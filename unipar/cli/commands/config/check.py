@@ -86,11 +86,11 @@ def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:
     from unipar.planning.pipeline_order import describe_bubble
 
     axes, sizes = settled.strategy.axes, settled.sizes
-    if axes.ranks == 1:
+    if not axes.split:
         return []
     known = axes.pipeline > 1 and sizes.tokens is None
     waits = f"; a stage waits {describe_bubble(axes, sizes.accumulate)}" if known else ""
-    return [("mesh", f"data {sizes.ranks} x {axes}{waits}")]
+    return [("mesh", f"{axes.with_data(sizes.ranks)}{waits}")]
 
 
 def _expand_compare_strategies(source: ConfigSource) -> list[Strategy]:

@@ -351,8 +351,8 @@ def _explain_strategy(
             checks.check_can_run(at)
     except UniparError as e:
         return StrategyExplanation(str(strategy), str(e), {}, {})
-    axes = list(_explain_axes(at, strategy, ranks)) if strategy.axes.ranks > 1 else []
-    if deep and strategy.axes.tensor > 1:
+    axes = list(_explain_axes(at, strategy, ranks)) if strategy.axes.split else []
+    if deep and strategy.axes.tensor * strategy.axes.context > 1:
         from unipar.training.task_facts import describe_split
 
         sizes = at.batch.settle(ranks // strategy.axes.ranks)
@@ -369,10 +369,11 @@ def _explain_axes(config: Config, strategy: Strategy, ranks: int) -> Iterator[Ex
 
     axes = strategy.axes
     sizes = config.batch.settle(ranks // axes.ranks)
-    yield ExplainedValue("ranks", ranks, f"derived: data {sizes.ranks} x {axes}")
+    yield ExplainedValue("ranks", ranks, f"derived: {axes.with_data(sizes.ranks)}")
     if sizes.tokens is not None:
         return
-    share = f"{sizes.total} / {sizes.ranks}, for {axes.ranks} ranks together: micro {sizes.micro} x {sizes.accumulate}"
+    together = f", for {axes.ranks} ranks together" if axes.ranks > 1 else ""
+    share = f"{sizes.total} / {sizes.ranks}{together}: micro {sizes.micro} x {sizes.accumulate}"
     yield ExplainedValue("samples of a step", sizes.local, f"derived: batch.total / data = {share}")
     if axes.pipeline == 1:
         return

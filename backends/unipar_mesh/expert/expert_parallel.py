@@ -1,0 +1,83 @@
+"""Arming: a layer's forward sends each row to the rank that has its expert, and gets it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unipar_mesh.expert.exchange import Exchange
+from unipar_mesh.expert.expert_layer import ExpertLayer, arguments_at, with_arguments
+from unipar_mesh.expert.listed_experts import ExpertCalls, ListedExperts
+
+
+def arm_experts(model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup) -> None:
+    """Let a layer, of which this rank has its own experts' parameters, compute with those of all ranks of a group."""
+    if layer.kind == "stacked":
+        _arm_stacked(model.get_submodule(layer.name), layer, group)
+    else:
+        parent, _, inner = layer.name.rpartition(".")
+        _arm_list(model.get_submodule(parent), inner, layer, group)
+
+
+def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup) -> None:
+    for name in layer.counts:
+        setattr(module, name, layer.experts // group.size())
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        rows, numbers, weights = arguments_at(layer.places, args, kwargs)
+        slots = numbers.shape[1]
+        expert, order = numbers.reshape(-1).sort(stable=True)
+        exchange = Exchange.of(torch.bincount(expert, minlength=layer.experts), group)
+        sent = exchange.there(rows[order // slots])
+        weight = exchange.there(weights.reshape(-1)[order])
+        idle = len(sent) == 0  # its parameters need gradients all the same, and libraries a forward
+        mine = (_one_row(sent), exchange.experts.new_zeros(1), _one_row(weight)) if idle else None
+        given, own, scale = mine or (sent, exchange.experts, weight)
+        changed, named = with_arguments(layer.places, (given, own[:, None], scale[:, None]), args, kwargs)
+        out = inner(*changed, **named)
+        back = exchange.back(out[:0] if idle else out)
+        return back[_inverse(order)].view(-1, slots, back.shape[-1]).sum(1).to(rows.dtype)
+
+    module.forward = forward
+
+
+def _arm_list(module: nn.Module, inner: str, layer: ExpertLayer, group: dist.ProcessGroup) -> None:
+    experts: Any = getattr(module, inner)
+    own = layer.own(group.rank(), group.size())
+    listed = ListedExperts(module, inner, ExpertCalls(experts))
+
+    def run_experts(given: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        like = next(iter(given.values()))[:0]
+        parts = [given.get(number, like) for number in range(layer.experts)]
+        numbers = [len(part) for part in parts]
+        exchange = Exchange.of(torch.tensor(numbers, device=like.device), group)
+        order = exchange.experts.argsort(stable=True)
+        rows = exchange.there(torch.cat(parts))[order]
+        outputs: list[Tensor] = []
+        for number, part in zip(
+            own, rows.split(torch.bincount(exchange.experts, minlength=len(own)).tolist()), strict=True
+        ):
+            outputs.append(experts[number](part) if len(part) else experts[number](_one_row(part))[:0])
+        back = exchange.back(torch.cat(outputs)[_inverse(order)])
+        return dict(enumerate(back.split(numbers)))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return listed.run(run_experts, args, kwargs)
+
+    module.forward = forward
+
+
+def _one_row(rows: Tensor) -> Tensor:
+    """Return one row of zeros that depends on no rows."""
+    return torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse

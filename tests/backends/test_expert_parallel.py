@@ -1,0 +1,250 @@
+"""Experts over ranks: which layers are found, what is refused, and training that is that of one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+from unipar_mesh.engine import MeshEngine
+from unipar_mesh.expert import exchange
+from unipar_mesh.expert.expert_layer import ExpertLayer
+from unipar_mesh.expert.find_experts import find_experts
+
+import unipar
+from tests.support.expert_models import EXPERTS, WIDTH, Mixture, Net, OfTransformers, OfUser, StackedExperts
+from tests.support.world import ROOT
+from unipar.backend import Part
+from unipar.errors import TaskError
+
+TASKS = f"{ROOT}/tests/support/expert_models.py"
+
+
+def part_of(task: OfTransformers | OfUser, experts: list[str] | None = None) -> Part:
+    """Return the task's model as an engine gets it; its blocks are those of the list `layers`."""
+    model = task.model()
+    (prefix,) = {name.rpartition(".layers")[0] for name, _ in model.named_modules() if name.endswith(".layers.0")} or {
+        ""
+    }
+    blocks = [f"{prefix}.layers.{i}".lstrip(".") for i in range(2)]
+    return Part("model", model, lambda m: torch.optim.SGD(m.parameters(), 0.1), blocks, task.loss, experts=experts)
+
+
+def batch_of(task: OfTransformers | OfUser) -> Any:
+    return (task.data()[0][0][None],)
+
+
+def layers_of(task: OfTransformers | OfUser, ranks: int = 2, experts: list[str] | None = None) -> list[ExpertLayer]:
+    return find_experts(part_of(task, experts), batch_of(task), ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("Mixtral", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        ("Qwen3Moe", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        ("DeepseekV3", ["model.layers.1.mlp.experts"]),
+        ("GptOss", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        ("Olmoe", ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+    ],
+)
+def test_layers_of_transformers(name: str, layers: list[str]) -> None:
+    """Modules with stacked parameters are found; shared experts and dense layers are not among them."""
+    assert layers_of(OfTransformers(name)) == [
+        ExpertLayer(layer, "stacked", EXPERTS, (0, 1, 2), ("num_experts",)) for layer in layers
+    ]
+
+
+def test_layers_of_a_user() -> None:
+    """Stacked parameters have any names, and a list of equal modules is a layer, too."""
+    assert layers_of(OfUser("stacked")) == [
+        ExpertLayer(f"layers.{i}.mixture.experts", "stacked", EXPERTS) for i in (0, 1)
+    ]
+    assert layers_of(OfUser("list"), ranks=4) == [
+        ExpertLayer(f"layers.{i}.mixture.experts", "list", EXPERTS) for i in (0, 1)
+    ]
+    assert [layer.name for layer in layers_of(OfUser("list"), experts=["layers.1.mixture.experts"])] == [
+        "layers.1.mixture.experts"
+    ]
+
+
+class Dropping(StackedExperts):
+    """Experts that take the first rows alone."""
+
+    @override
+    def forward(self, rows: Tensor, which: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(rows, which, weights.masked_fill(torch.arange(len(rows))[:, None] > 3, 0.0))
+
+
+class Changed(OfUser):
+    """A user's mixture with other layers of experts."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__("list")
+        self.make = make
+
+    @override
+    def model(self) -> nn.Module:
+        net = Net("list", EXPERTS)
+        for layer in net.layers:
+            layer.mixture = self.make()
+        return net
+
+
+def with_experts(experts: Any, kind: str = "list") -> Any:
+    """Return a function that makes a mixture with these experts."""
+
+    def make() -> Mixture:
+        mixture = Mixture(kind, EXPERTS)
+        mixture.experts = experts()
+        return mixture
+
+    return make
+
+
+def unequal() -> nn.ModuleList:
+    return nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8 + i), nn.Linear(8 + i, WIDTH)) for i in range(EXPERTS))
+
+
+WAY_OUT = (
+    ": leave expert out, or name modules with stacked parameters, called with rows, numbers of experts and weights, or "
+    "lists of equal modules, in the task's experts(model)"
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "ranks", "experts", "sentence"),
+    [
+        (
+            Changed(lambda: nn.Linear(WIDTH, WIDTH)),
+            2,
+            None,
+            f"parallel.expert: 2 splits experts, and no layer of this model has any{WAY_OUT}",
+        ),
+        (
+            OfUser("stacked"),
+            3,
+            None,
+            "parallel.expert: 3: layers.0.mixture.experts: 3 ranks do not divide its 8 experts: take one of 2, 4, 8",
+        ),
+        (
+            OfUser("list"),
+            16,
+            None,
+            "parallel.expert: 16: layers.0.mixture.experts: 16 ranks do not divide its 8 experts: take one of 2, 4, 8",
+        ),
+        (
+            Changed(with_experts(unequal)),
+            2,
+            ["layers.0.mixture.experts"],
+            "parallel.expert: 2 splits experts, and a layer that experts() names is none (layers.0.mixture.experts: "
+            f"its experts differ in class or shapes){WAY_OUT}",
+        ),
+        (
+            Changed(with_experts(lambda: Dropping(EXPERTS), "stacked")),
+            2,
+            None,
+            "parallel.expert: 2 splits experts, and no layer of this model has any (layers.0.mixture.experts: it "
+            "returns something else when its experts compute one row each by themselves (off by N of the largest "
+            "output): it drops tokens, or mixes rows, layers.1.mixture.experts: it returns something else when its "
+            "experts compute one row each by themselves (off by N of the largest output): it drops tokens, or mixes "
+            f"rows){WAY_OUT}",
+        ),
+        (
+            OfUser("list"),
+            2,
+            ["layers.0.experts"],
+            "experts() names 'layers.0.experts', and the model has no such module: name modules with stacked "
+            "parameters, or lists of equal modules",
+        ),
+    ],
+)
+def test_refused(task: OfUser, ranks: int, experts: list[str] | None, sentence: str) -> None:
+    """With numbers and the way out."""
+    torch.manual_seed(0)
+    with pytest.raises(TaskError) as caught:
+        layers_of(task, ranks, experts)
+    assert re.sub(r"off by [\d.e+-]+ of", "off by N of", str(caught.value)) == sentence
+
+
+def config_of(folder: Path, task: str, args: dict[str, Any], parallel: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "task": {"use": task if ":" in task else f"{TASKS}:{task}", "args": args},
+        "device": "cpu",
+        "parallel": {"data": 2, **parallel},
+        "batch": {"total": 8, "micro": 2},
+        "train": {"steps": 3, "optimizer": {"name": "adamw", "lr": 1e-2}, "clip": 0.5},
+        "log": {"every": 1},
+        "out": str(folder / "-".join(["run", *map(str, parallel.values())])),
+        **more,
+    }
+
+
+def losses(*args: Any, **more: Any) -> list[float]:
+    return [loss for _, loss in unipar.launch(config_of(*args, **more), quiet=True).losses]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("task", "args", "parallel"),
+    [
+        ("OfUser", {"kind": "list"}, {"expert": 2}),
+        ("OfTransformers", {"name": "DeepseekV3"}, {"expert": 2, "shard": "parameters"}),
+        pytest.param("OfUser", {"kind": "stacked"}, {"data": 4, "expert": 4}, marks=pytest.mark.sweep),
+        pytest.param(
+            "OfUser", {"kind": "list"}, {"data": 4, "expert": 2, "shard": "parameters"}, marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            "OfTransformers",
+            {"auxiliary": False},
+            {"expert": 2, "pipeline": 2, "shard": "optimizer"},
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param("OfTransformers", {"auxiliary": False}, {"expert": 2, "context": 2}, marks=pytest.mark.sweep),
+    ],
+)
+def test_training_is_that_of_one_process(
+    tmp_path: Path, task: str, args: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    """Losses of steps whose gradients are clipped, so that a norm which counts experts twice is seen."""
+    alone = losses(tmp_path, task, args, {"data": 1}, backend="single")
+    assert losses(tmp_path, task, args, parallel) == pytest.approx(alone, rel=3e-6)
+
+
+class Swapped(OfUser):
+    """A user's mixture, on ranks that put rows from others into other places."""
+
+    @override
+    def model(self) -> nn.Module:
+        back = exchange.Exchange.back
+        exchange.Exchange.back = lambda self, rows: back(self, rows).roll(1, 0)
+        return super().model()
+
+
+class Undivided(OfUser):
+    """A user's mixture, on ranks that leave gradients of experts as FSDP2 averages them."""
+
+    @override
+    def model(self) -> nn.Module:
+        MeshEngine.finish_reduction = lambda self: None
+        return super().model()
+
+
+@pytest.mark.usefixtures("forked")
+def test_rows_that_come_back_in_other_places(tmp_path: Path) -> None:
+    """The proof before the first step sees them: ranks are tried on different microbatches."""
+    with pytest.raises(TaskError, match=r"^split as planned, the model is another: a loss of "):
+        losses(tmp_path, f"{Path(__file__)}:Swapped", {}, {"expert": 2})
+
+
+@pytest.mark.usefixtures("forked")
+def test_gradients_of_experts_that_are_not_divided(tmp_path: Path) -> None:
+    """The proof names a parameter of experts, whose gradient is twice as long."""
+    with pytest.raises(
+        TaskError, match=r"the gradient of layers\.\d\.mixture\.experts\.\w+ is off by 1\.0e\+00 of its"
+    ):
+        losses(tmp_path, f"{Path(__file__)}:Undivided", {}, {"expert": 2})
