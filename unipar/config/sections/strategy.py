@@ -31,7 +31,8 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zerobubble"]
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "gpipe", "interleaved", "zerobubble")
 
-AXES = ("tensor", "pipeline", "context", "expert")
+EXPERT_AXIS = "expert"
+AXES = ("tensor", "pipeline", "context", EXPERT_AXIS)
 """Ways of splitting one copy's work among ranks: those of `expert` train on different samples, all others on the same.
 """
 
@@ -92,6 +93,11 @@ class Axes:
     @override
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+    def with_data(self, data: int | str) -> str:
+        """Return words for the mesh with this many ranks of the data: `data 4 (expert 2) x tensor 2`."""
+        experts = f" (expert {self.expert})" if self.expert > 1 else ""
+        return " x ".join((f"data {data}{experts}", *filter(None, [str(replace(self, expert=1))])))
 
 
 def idle_words(axes: Axes) -> str | None:
