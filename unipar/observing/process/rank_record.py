@@ -150,6 +150,7 @@ class RankRecord:
                 size=self._place["size"],
                 parameters=self._script["parameters"],
             )
+            self.write("")  # `unipar runs` tells by the process's number whether it is alive
 
     # What happens in a step
 
