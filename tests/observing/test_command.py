@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from unipar.errors import ConfigError
+from unipar.memory.account import read_account
 from unipar.observing.command import observed_environment, prepare_folder, why_nothing
 from unipar.observing.settings import ObserveSettings
 
@@ -62,6 +63,21 @@ def test_numbers_and_output_are_the_scripts_own(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "observed.json", "rank-0.jsonl", "rank-0.memory.json", "rank-0.observed.json", "report.html"
     }  # fmt: skip
+
+
+def test_imports_of_the_first_optimizer_are_nobodys(tmp_path: Path) -> None:
+    """What torch imports with the first optimizer (20 MiB) is in no account."""
+    observe(tmp_path, [sys.executable, script(tmp_path)])
+    assert 0 < read_account(tmp_path / "out", 0).peak.held["runtime"] < 2 * 2**20
+
+
+def test_nothing_is_imported_under_a_default_device(tmp_path: Path) -> None:
+    """Modules that are imported early would make their tensors on a device that the script has set for its own."""
+    text = SCRIPT.replace("optimizer =", "assert 'torch._dynamo' not in sys.modules\noptimizer =")
+    ended = observe(
+        tmp_path, [sys.executable, script(tmp_path, text=f"import torch\ntorch.set_default_device('cpu')\n{text}")]
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_exit_code(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,18 @@ def test_values_of_a_step(tmp_path: Path) -> None:
     assert rank.states[2].weights == rank.states[LAST_STEP].weights
     changed = {name for name, digest in rank.initial.items() if rank.states[2].weights[name] != digest}
     assert changed == {"weight"}
+
+
+def test_a_process_is_known_from_its_first_update_on(tmp_path: Path) -> None:
+    """What says which process trains is written before the first step has ended."""
+    record, state = open_record(tmp_path)
+    model = nn.Linear(2, 2)
+    state.add(torch.optim.SGD(model.parameters()))
+    assert list(read_observed_ranks(tmp_path)) == []
+    record.describe()
+    (rank,) = read_observed_ranks(tmp_path)
+    record.end("", in_step=False, compare=False)
+    assert (rank.pid, rank.steps, rank.parameters) == (os.getpid(), 0, 6)
 
 
 def test_a_script_that_updates_its_weights_itself(tmp_path: Path) -> None:

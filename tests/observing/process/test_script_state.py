@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 from unipar.observing.process.script_state import ScriptState, is_sharded, own_name, seat_in_mesh
 
@@ -111,6 +112,22 @@ def test_what_the_script_drops_is_forgotten(state: ScriptState) -> None:
     del model, optimizer
     gc.collect()
     assert (state.trained, state.optimizers) == ([], [])
+
+
+def test_tensors_of_datasets(state: ScriptState) -> None:
+    """Tensors of a dataset, and of those that it is made of, are no unknown memory, as long as the script has them."""
+    inputs, targets = torch.zeros(4, 2), torch.zeros(4)
+    part = Subset(TensorDataset(inputs, targets), [1, 3])
+    part.again = part  # pyright: ignore[reportAttributeAccessIssue]
+    state.add_dataset(part)
+    state.add_dataset([inputs])
+    kept = [holding for holding in state.holdings() if holding.name == "dataset"]
+    assert [(holding.category, holding.tensor.data_ptr()) for holding in kept] == [
+        ("runtime", inputs.data_ptr()), ("runtime", targets.data_ptr())
+    ]  # fmt: skip
+    del part, kept
+    gc.collect()
+    assert [holding for holding in state.holdings() if holding.name == "dataset"] == []
 
 
 def test_own_names() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unipar.distributed.device import generator_state
-from unipar.observing.libraries import known_libraries, name_callers
+from unipar.observing.libraries import name_callers
 from unipar.observing.process import script_checks as checks
 from unipar.observing.process.batch_record import BatchRecord
 from unipar.observing.process.script_frames import find_variable
@@ -44,6 +44,8 @@ class RankRecord:
     """Record of one process; nothing is written before the script's first update, when the rank is known."""
 
     def __init__(self, settings: ObserveSettings, state: ScriptState) -> None:
+        for record in (ObservedState, ObservedRank):
+            record.model_rebuild()
         self._settings, self._state = settings, state
         self.schedule_steps: Counter[int] = Counter()
         """Steps of each learning rate schedule in the present step of the optimizer."""
@@ -148,6 +150,7 @@ class RankRecord:
                 size=self._place["size"],
                 parameters=self._script["parameters"],
             )
+            self.write("")  # `unipar runs` tells by the process's number whether it is alive
 
     # What happens in a step
 
@@ -255,7 +258,7 @@ class RankRecord:
 
     def _norm_of_library(self) -> float | None:
         """Return the gradient norm that a library has computed for its own clip, or None."""
-        norms = (library.norm_before_clip(m) for m in self._state.models for library in known_libraries())
+        norms = (library.norm_before_clip(m) for m in self._state.models for library in self._state.libraries)
         return next((norm for norm in norms if norm is not None), None)
 
     def _check_schedule(self, step: int, *, skipped: bool) -> None:

@@ -190,8 +190,8 @@ def find_weights_outside(state: ScriptState, step: int) -> Iterator[LocalFault]:
     updated = {id(p) for optimizer in state.optimizers for p in parameters_of(optimizer)}
     named = dict(state.named_parameters(trained=True))
     outside = [name for name, p in named.items() if p.grad is not None and p.requires_grad and id(p) not in updated]
-    lost = [name for name, _ in state.masters()]
-    if outside and not _has_copies(state, lost):
+    lost = [tensor for _, tensor in state.masters()] if outside else []
+    if outside and all(tensor.grad is None for tensor in lost):  # else they are a library's copies of the weights
         yield LocalFault(
             kind="weights outside the optimizer",
             step=step,
@@ -199,11 +199,6 @@ def find_weights_outside(state: ScriptState, step: int) -> Iterator[LocalFault]:
             detail=f"{first_few(outside)} got gradients and no optimizer has them"
             + (f", while the optimizer has {len(lost)} tensors that no model has" if lost else ""),
         )
-
-
-def _has_copies(state: ScriptState, lost: list[str]) -> bool:
-    """Return whether tensors that only an optimizer has are a library's copies of the weights: they get gradients."""
-    return bool(lost) and any(tensor.grad is not None for _, tensor in state.masters())
 
 
 def find_coarse_dtypes(state: ScriptState, step: int) -> Iterator[LocalFault]:

@@ -32,7 +32,15 @@ from unipar.observing.process.python_text import (
     variables_of,
 )
 from unipar.observing.process.script_state import ScriptState, layers_of
-from unipar.results.observed_recipe import Recipe, SeenLoader, SeenLoss, SeenObject, SeenOptimizer, SeenSchedule
+from unipar.results.observed_recipe import (
+    CodePlace,
+    Recipe,
+    SeenLoader,
+    SeenLoss,
+    SeenObject,
+    SeenOptimizer,
+    SeenSchedule,
+)
 from unipar.utils.text import short_dtype
 
 _LARGEST_SEED: Final = 2**32
@@ -49,6 +57,8 @@ class ScriptRecipe:
     """Notes on how a script makes model, data, optimizer and loss."""
 
     def __init__(self, state: ScriptState) -> None:
+        for record in (CodePlace, SeenObject, SeenLoader, SeenLoss, SeenOptimizer, SeenSchedule, Recipe):
+            record.model_rebuild()  # before the base mark: no account has what pydantic builds on first use
         self._state = state
         self._modules = MadeModules()
         self._open = True

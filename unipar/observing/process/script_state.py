@@ -41,7 +41,9 @@ class ScriptState:
     """Models and optimizers that train, held weakly; who keeps which tensor."""
 
     def __init__(self, libraries: Sequence[ObservedLibrary]) -> None:
-        self._libraries = libraries
+        self.libraries = libraries
+        """All libraries that unipar knows."""
+
         self._models: list[weakref.ref[nn.Module]] = []
         self._trained: list[weakref.ref[nn.Module]] = []
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
@@ -55,7 +57,7 @@ class ScriptState:
     @property
     def wrappers(self) -> Mapping[str, str]:
         """Names that users have for the wrappers of libraries, by class."""
-        return {name: label for library in self._libraries for name, label in library.wrappers.items()}
+        return {name: label for library in self.libraries for name, label in library.wrappers.items()}
 
     @property
     def trained(self) -> list[nn.Module]:
@@ -153,7 +155,7 @@ class ScriptState:
         """Yield all tensors that the script's models and optimizers keep now, with their purpose."""
         of_library: set[int] = set()
         for model in self.models:
-            for library in self._libraries:
+            for library in self.libraries:
                 if (kept := library.holdings(model)) is not None:
                     of_library |= {id(p) for p in model.parameters()}
                     yield from kept
@@ -183,12 +185,14 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _tensors_of_dataset(dataset: Any) -> Iterator[Tensor]:
     """Yield the tensors that are attributes of a dataset, or of the datasets that it is made of."""
-    for value in getattr(dataset, "__dict__", {}).values():
-        for part in value[:MOST_PARTS] if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, Tensor):
-                yield part
-            elif isinstance(part, Dataset):
-                yield from _tensors_of_dataset(part)
+    datasets = [dataset]
+    for known in datasets:  # grows
+        for value in getattr(known, "__dict__", {}).values():
+            for part in value[:MOST_PARTS] if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, Tensor):
+                    yield part
+                elif isinstance(part, Dataset) and not any(part is other for other in datasets):
+                    datasets.append(part)
 
 
 def layers_of(model: nn.Module, wrappers: Mapping[str, str]) -> Iterator[nn.Module]:
