@@ -139,10 +139,10 @@ def print_worlds(savers: Sequence[str], folder: Path) -> bool:
     good = True
     for strategy in savers:
         for before, after in WORLDS:
-            if before < Strategy.parse(strategy).axes.ranks:
+            if before < Strategy.parse(strategy).axes.fewest_ranks:
                 continue
             both = dict.fromkeys((strategy, "native/parameters"))
-            others = [other for other in both if Strategy.parse(other).axes.ranks <= after]
+            others = [other for other in both if Strategy.parse(other).axes.fewest_ranks <= after]
             print(f"{strategy} from {before} to {after}", file=sys.stderr, flush=True)
             try:
                 found = go_on(save_in(strategy, before, folder), others, after, folder)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +48,17 @@ STRATEGIES = {
 }
 """Ranks of each strategy."""
 
+EXPERT_STRATEGIES = {
+    "native/nothing+expert2": 2,
+    "native/nothing+expert4": 4,
+    "native/parameters+expert2": 4,
+    "native/parameters+expert4": 4,
+    "native/parameters+tensor2+expert2": 4,
+    "native/nothing+pipeline2+expert2": 4,
+    "native/nothing+context2+expert2": 4,
+}
+"""Ranks of each strategy of mixtures of experts."""
+
 REFUSALS = ("parallel.", "parallel (", "split as planned")
 """Beginnings of sentences that say why a model cannot be split; anything else is a failure."""
 
@@ -64,9 +76,17 @@ class Subject:
     imports: str = "torch"
     """Module that it is made from."""
 
+    strategies: Mapping[str, int] = field(default_factory=lambda: STRATEGIES)
+    """Ranks of the strategies in which it is verified."""
+
 
 def _here(name: str, imports: str = "torch", **more: Any) -> Subject:
     return Subject(f"{ROOT}/benchmarks/mesh_models.py:{name}", imports=imports, **more)
+
+
+def _mixture(task: str, imports: str = "torch", **args: Any) -> Subject:
+    use = f"{ROOT}/tests/support/expert_models.py:{task}"
+    return Subject(use, args, imports=imports, strategies=EXPERT_STRATEGIES)
 
 
 GPT2, LLAMA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama"))
@@ -82,6 +102,13 @@ SUBJECTS: dict[str, Subject] = {
     "lora": _here("LoRA", "peft"),
     "gpt2-dropout": _here("GPT2", GPT2, args={"dropout": 0.1}, trained=True),
     "llama-bf16": _here("Llama", LLAMA, settings={"train.precision": "bf16-mixed"}),
+    **{
+        name.lower(): _mixture("OfTransformers", "transformers", name=name, auxiliary=False)
+        for name in ("Mixtral", "Qwen3Moe", "DeepseekV3", "Olmoe", "GptOss")
+    },
+    "mixtral-auxiliary": _mixture("OfTransformers", "transformers", name="Mixtral"),
+    "stacked-experts": _mixture("OfUser", kind="stacked"),
+    "listed-experts": _mixture("OfUser", kind="list"),
 }
 """Models by the names that the command takes."""
 
@@ -193,8 +220,9 @@ def rows_of(name: str, subject: Subject, strategies: Sequence[str]) -> Iterator[
     if (missing := missing_library(subject)) is not None:
         print(f"{name} is left out: {missing} is not installed (pip install {missing})", file=sys.stderr)
         return
-    for ranks in dict.fromkeys(STRATEGIES[strategy] for strategy in strategies):
-        here = [strategy for strategy in strategies if STRATEGIES[strategy] == ranks]
+    of_model = [strategy for strategy in strategies if strategy in subject.strategies]
+    for ranks in dict.fromkeys(subject.strategies[strategy] for strategy in of_model):
+        here = [strategy for strategy in of_model if subject.strategies[strategy] == ranks]
         rows = trained_rows if subject.trained else verified_rows
         yield from rows(name, subject, ranks, here)
 
@@ -225,8 +253,7 @@ def shared_server(subjects: Sequence[Subject]) -> Generator[None]:
 
 
 def page_rows(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown: a model a line, a strategy a column, refusals below."""
-    strategies = list(dict.fromkeys(row.strategy for row in rows))
+    """Return the rows as Markdown: a model a line, a strategy a column, mixtures apart, refusals below."""
     notes: list[str] = []
 
     def shown(row: Row | None) -> str:
@@ -237,16 +264,18 @@ def page_rows(rows: Sequence[Row]) -> str:
         return f"({notes.index(row.says) + 1})"
 
     by = {(row.model, row.strategy): row for row in rows}
-    lines = [
-        f"| `{model}` | {' | '.join(shown(by.get((model, strategy))) for strategy in strategies)} |"
-        for model in dict.fromkeys(row.model for row in rows)
-    ]
-    head = [
-        f"| model | {' | '.join(f'`{strategy}`' for strategy in strategies)} |",
-        f"|{'---|' * (len(strategies) + 1)}",
-    ]
+    tables: list[list[str]] = []
+    for some in (STRATEGIES, EXPERT_STRATEGIES):
+        strategies = list(dict.fromkeys(row.strategy for row in rows if row.strategy in some))
+        models = dict.fromkeys(row.model for row in rows if row.strategy in some)
+        lines = [
+            f"| `{model}` | {' | '.join(shown(by.get((model, strategy))) for strategy in strategies)} |"
+            for model in models
+        ]
+        head = f"| model | {' | '.join(f'`{strategy}`' for strategy in strategies)} |"
+        tables += [[head, f"|{'---|' * (len(strategies) + 1)}", *lines, ""]] if lines else []
     below = [f"{i}. {note}" for i, note in enumerate(notes, 1)]
-    return "\n".join([*head, *lines, *([""] if below else []), *below])
+    return "\n".join([*chain(*tables), *below]).rstrip("\n")
 
 
 def written(page: str, table: str) -> str:
@@ -259,18 +288,17 @@ def written(page: str, table: str) -> str:
 def main(words: Sequence[str]) -> int:
     """Verify the models and print the table; return 1 where a strategy is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh", description=__doc__)
+    every = {**STRATEGIES, **EXPERT_STRATEGIES}
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(SUBJECTS))
-    parser.add_argument("--strategies", action="append", default=[], metavar="STRATEGY", help=", ".join(STRATEGIES))
+    parser.add_argument("--strategies", action="append", default=[], metavar="STRATEGY", help=", ".join(every))
     parser.add_argument("--drawn", type=int, metavar="SEED", help="models that are drawn by this seed")
     parser.add_argument("--count", type=int, default=20, metavar="N", help="how many are drawn; default: 20")
     parser.add_argument("--write", action="store_true", help="write the table into benchmarks/reports/mesh-models.md")
     given = parser.parse_args(words)
-    usual = STRATEGIES if given.drawn is None else DRAWN_STRATEGIES
+    usual = every if given.drawn is None else DRAWN_STRATEGIES
     strategies = [strategy for text in given.strategies for strategy in text.split(",")] or list(usual)
-    if unknown := [*({*given.models} - {*SUBJECTS}), *({*strategies} - {*STRATEGIES})]:
-        parser.error(
-            f"{', '.join(unknown)}: the models are {', '.join(SUBJECTS)}; the strategies {', '.join(STRATEGIES)}"
-        )
+    if unknown := [*({*given.models} - {*SUBJECTS}), *({*strategies} - {*every})]:
+        parser.error(f"{', '.join(unknown)}: the models are {', '.join(SUBJECTS)}; the strategies {', '.join(every)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     subjects = {name: SUBJECTS[name] for name in given.models or SUBJECTS}
     if given.drawn is not None:

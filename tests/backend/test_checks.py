@@ -84,8 +84,8 @@ def chosen(tmp_path: Path, words: str, file: str = FILE) -> CheckedSource:
         ("--set options.native.attention=ring",
          "native/nothing: options.native.attention (--set): ring has no effect: parallel.context is 1; leave it out"),
         ("--set options.native.proof=off",
-         "native/nothing: options.native.proof (--set): off has no effect: nothing is split over tensor, pipeline or "
-         "context; leave it out"),
+         "native/nothing: options.native.proof (--set): off has no effect: nothing is split over tensor, pipeline, "
+         "context or expert; leave it out"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused(tmp_path: Path, words: str, sentence: str) -> None:

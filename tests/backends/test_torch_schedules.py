@@ -85,6 +85,11 @@ def test_what_they_run() -> None:
             "what is compiled into gradients of inputs and of weights; leave it out, or take schedule interleaved",
         ),
         (
+            {"parallel": {"data": 2, "pipeline": 2, "expert": 2, "schedule": "zerobubble"}},
+            "parallel.schedule: zerobubble is not available with expert: 2: it averages gradients over all ranks of "
+            "the data at once, and ranks along expert hold different experts; take another schedule",
+        ),
+        (
             {"parallel": {"data": 1, "pipeline": 2, "shard": "parameters", "schedule": "zerobubble"}},
             "parallel.schedule: zerobubble is not available with parallel.shard: parameters: it computes gradients of "
             "weights apart from the backward in which FSDP2 would reduce them, so that they would stay empty; take "

@@ -89,7 +89,7 @@ def test_no_key_is_left_out(source: ConfigSource) -> None:
     keys = {v.key for v in explain_config(source).values}
     leaves = {
         "task.use task.args.width backend device parallel.data parallel.shard parallel.shard_over",
-        "parallel.tensor parallel.pipeline parallel.context parallel.sequence parallel.schedule",
+        "parallel.tensor parallel.pipeline parallel.context parallel.expert parallel.sequence parallel.schedule",
         "batch.total batch.tokens batch.max_length batch.rows batch.memory_check batch.micro batch.accumulate",
         "batch.memory batch.headroom",
         "model.weights model.blocks model.recompute model.compile model.sync_batchnorm model.offload train.local_steps",

@@ -22,6 +22,8 @@ from unipar.errors import ConfigError
             Axes(tensor=4, pipeline=2, context=2, sequence=True, schedule="zerobubble"),
         ),
         ("native/nothing+tensor1", "native/nothing", Axes()),
+        ("native/parameters+expert4", "native/parameters+expert4", Axes(expert=4)),
+        ("native/nothing+expert2+tensor2", "native/nothing+tensor2+expert2", Axes(tensor=2, expert=2)),
     ],
 )
 def test_a_strategy_with_axes(text: str, name: str, axes: Axes) -> None:
@@ -44,6 +46,7 @@ def test_a_variant_beside_axes() -> None:
     ("text", "why"),
     [
         ("native/nothing+tensor0", "a size is at least 1"),
+        ("native/nothing+expert0", "a size is at least 1"),
         ("native/nothing+tensor2+tensor3", "it says tensor twice; say it once"),
         ("native/nothing+pipeline2+gpipe+interleaved", "it says schedule twice; say it once"),
         (
@@ -88,6 +91,44 @@ def test_sizes_that_do_not_fit(ranks: int, why: str) -> None:
     """The product of the axes divides the ranks, and copies divide what is left for the data."""
     with pytest.raises(ConfigError) as e:
         Parallel(shard="parameters", shard_over=2, tensor=2, pipeline=2).settle(ranks)
+    assert str(e.value) == why
+
+
+def test_ranks_of_experts_are_those_of_the_data() -> None:
+    """They make no more ranks, and are named in the words for a mesh."""
+    parallel = Parallel(data=4, tensor=2, expert=2)
+    assert (parallel.ranks, parallel.axes.ranks, parallel.axes.fewest_ranks) == (8, 2, 4)
+    assert parallel.axes.with_data(4) == "data 4 (expert 2) x tensor 2"
+    parallel.settle(8)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "why"),
+    [
+        (
+            Parallel(expert=4),
+            2,
+            "parallel.expert (4) does not divide the number of data ranks (2), each 4 of which hold all experts: give "
+            "a divisor of it, or start a multiple of 4 ranks",
+        ),
+        (
+            Parallel(tensor=2, expert=2),
+            6,
+            "parallel.expert (2) does not divide the number of data ranks (3), each 2 of which hold all experts: give "
+            "a divisor of it, or start a multiple of 4 ranks",
+        ),
+        (
+            Parallel(tensor=2, expert=2),
+            3,
+            "3 ranks cannot be divided into tensor 2 x expert 2 (4 ranks each): start a multiple of 4 ranks, or change "
+            "the sizes",
+        ),
+    ],
+)
+def test_experts_that_do_not_divide_the_data(parallel: Parallel, ranks: int, why: str) -> None:
+    """The data's axis is a multiple of the experts' one."""
+    with pytest.raises(ConfigError) as e:
+        parallel.settle(ranks)
     assert str(e.value) == why
 
 

@@ -204,7 +204,7 @@ def test_parts_are_refused(kind: str, parallel: dict[str, Any], sentence: str, t
 
 
 def test_attention_that_gathers(tmp_path: Path) -> None:
-    """A script gathers keys and values whether the config says so or not; a ring, which it cannot do, is refused."""
+    """A script gathers keys and values whether the config says so or not; other ways are refused."""
     texts = [
         text_of(told("dry", {"context": 2}, options={"native": {"attention": way}}), tmp_path / way)
         for way in ("auto", "gather")
@@ -212,8 +212,9 @@ def test_attention_that_gathers(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     assert "    surround(model, BLOCKS, sequences=sequences)\n" in texts[0]
     (tmp_path / "none").mkdir()
-    ring = told("dry", {"context": 2}, options={"native": {"attention": "ring"}})
-    assert refused(ring, tmp_path / "none") == (
-        "native/nothing+context2: options.native.attention: ring: a script gathers keys and values of all ranks, which "
-        "computes the same; say gather"
-    )
+    for way in ("ring", "ulysses"):
+        other = told("dry", {"context": 2}, options={"native": {"attention": way}})
+        assert refused(other, tmp_path / "none") == (
+            f"native/nothing+context2: options.native.attention: {way}: a script gathers keys and values of all ranks, "
+            "which computes the same; say gather"
+        )

@@ -330,6 +330,7 @@ CASES: dict[str, Callable[[], Any]] = {
         "a learned bias": lambda: stack(models.Biased, _bias),
         "another sequence": lambda: stack(models.Crossing, lambda x: {"other": x[:, :5].sin()}),
         "no attention, dropout of flat tokens": lambda: stack(models.Flat),
+        "6 heads that share 3 of keys": lambda: stack(models.Grouped),
         "a bias made in the block": lambda: stack(models.Rescaling, _bias),
         "a mask for each head": lambda: stack(models.Biased, _bias_of_heads),
     }.items() for way in ("gather", "ulysses")},

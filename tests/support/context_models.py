@@ -55,7 +55,7 @@ def llama(*, mask: bool = False, places: bool = False) -> Case:
 
 
 def mistral(*, cache: bool = True) -> Case:
-    """Return a model with a window of 5 positions, whose 6 heads share 3 of keys: 2 ranks do not divide those."""
+    """Return a model whose attention has a window of 5 positions."""
     from transformers import MistralConfig, MistralForCausalLM
 
     sizes: Any = {"vocab_size": WORDS, "max_position_embeddings": LONGEST, "hidden_size": 24, "intermediate_size": 24}
@@ -158,6 +158,20 @@ class Biased(Attending):
     @override
     def forward(self, x: Tensor, bias: Tensor, gate: Tensor, scale: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return x + gate * self.joined(F.scaled_dot_product_attention(*self.split(x), attn_mask=bias)) * scale, bias
+
+
+class Grouped(nn.Module):
+    """Attention whose 6 heads share 3 of keys, which 2 ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 12 * 4), nn.Linear(6 * 4, 16)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (12, 4)).transpose(1, 2).split((6, 3, 3), 1)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(seen.transpose(1, 2).flatten(2))
 
 
 class Rescaling(Biased):

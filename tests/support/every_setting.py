@@ -305,6 +305,7 @@ SETTINGS: Mapping[str, Setting] = {
     "options.native.attention": Setting(
         value="ring", beside={"parallel.context": 2}, strategy="native", shows="library"),
     "options.native.proof": Setting(value="off", beside={"parallel.tensor": 2}, strategy="native", shows="library"),
+    "parallel.expert": Setting(value=2, beside={"parallel.data": 2}, strategy="native", shows="library"),
 }  # fmt: skip
 
 
@@ -474,7 +475,7 @@ def from_flag(values: Values, key: str, value: Any, folder: Path) -> CheckedSour
     )
 
 
-FLAGS = ("parallel.shard", "parallel.tensor", "parallel.pipeline", "parallel.context")
+FLAGS = ("parallel.shard", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert")
 """Keys that --backend sets."""
 
 VARIABLES: Mapping[str, Values] = {

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import lcm
 from pathlib import Path
@@ -137,7 +137,7 @@ def make_submission(
         raise ConfigError(f"machines.on: name a job system, there or with --on: {', '.join(job_system_names())}")
     kind = find_job_system(name)
     nodes, per = settle_machines(config, counts_gpus=kind.counts_gpus)
-    _check_config(source, nodes * per if per is not None else lcm(nodes, config.parallel.axes.ranks))
+    _check_config(source, nodes * per if per is not None else lcm(nodes, config.parallel.axes.fewest_ranks))
     out = _free_folder(source, command, overwrite="--overwrite" in arguments)
     system = kind.of(machines.options.get(name, {}))
     if config.launch.restarts and command == "run":  # the job system counts them, and the ranks refuse what they cannot
@@ -167,8 +167,8 @@ def settle_machines(config: Config, *, counts_gpus: bool = False) -> tuple[int, 
     machines, ranks, axes = config.machines or Machines(), config.parallel.ranks, config.parallel.axes
     nodes, per = machines.nodes, machines.ranks_per_node
     if isinstance(ranks, int):
-        world = f"parallel.data ({config.parallel.data})" + (f" x {axes}" if axes.split else "")
-        world += f" = {count_of(ranks, 'rank')}" if axes.split else ""
+        world = f"parallel.data ({config.parallel.data})"
+        world += f" x {replace(axes, expert=1)} = {count_of(ranks, 'rank')}" if axes.ranks > 1 else ""
     else:
         world = "parallel.data (auto)"
     if per == "auto":

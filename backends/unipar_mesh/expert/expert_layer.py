@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from unipar_mesh.tensor.cuts import Cut, ParameterCut
 
-Place: TypeAlias = int | str
+PlaceInCall: TypeAlias = int | str
 """Place of an argument in a call: its number, or its name."""
+
+PlacesOfExpertCall: TypeAlias = tuple[PlaceInCall, PlaceInCall, PlaceInCall]
+"""Places of rows, numbers of experts and their weights."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ExpertLayer:
 
     kind: Literal["stacked", "list"]
     experts: int
-    places: tuple[Place, Place, Place] = (0, 1, 2)
+    places: PlacesOfExpertCall = (0, 1, 2)
     """Where rows, numbers of experts and their weights are among the arguments of a module with stacked parameters."""
 
     counts: tuple[str, ...] = ()
@@ -62,13 +65,16 @@ def cuts_of_experts(model: nn.Module, layers: Sequence[ExpertLayer], ranks: int)
     }
 
 
-def arguments_at(places: tuple[Place, Place, Place], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def arguments_at(places: PlacesOfExpertCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return rows, numbers of experts and weights of a call."""
     return [args[place] if isinstance(place, int) else kwargs[place] for place in places]
 
 
 def with_arguments(
-    places: tuple[Place, Place, Place], values: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    places: PlacesOfExpertCall,
+    values: tuple[Tensor, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of a call with other rows, numbers of experts and weights."""
     changed, named = list(args), dict(kwargs)
@@ -94,7 +100,7 @@ def experts_left_out(model: nn.Module, layers: Sequence[ExpertLayer]) -> Generat
             del module.forward
 
 
-def _rows_of_call(places: tuple[Place, Place, Place], *args: Any, **kwargs: Any) -> Tensor:
+def _rows_of_call(places: PlacesOfExpertCall, *args: Any, **kwargs: Any) -> Tensor:
     return arguments_at(places, args, kwargs)[0].clone()
 
 

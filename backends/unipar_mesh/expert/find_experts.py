@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from unipar.backend import Fn, Part
 from unipar.errors import TaskError
 from unipar.utils.text import first_few
-from unipar_mesh.expert.expert_layer import ExpertLayer, Place, arguments_at, experts_of_seat, with_arguments
+from unipar_mesh.expert.expert_layer import (
+    ExpertLayer,
+    PlaceInCall,
+    PlacesOfExpertCall,
+    arguments_at,
+    experts_of_seat,
+    with_arguments,
+)
 from unipar_mesh.expert.listed_experts import ExpertCalls, ListedExperts
 from unipar_mesh.trials_without_trace import kept_attributes, unchanged
 
@@ -31,7 +38,7 @@ class _Call:
 
 @dataclass
 class ExpertSearch:
-    """What was found, and why other modules that look like experts are none."""
+    """Layers of experts that were found, and why other modules that look like some are none."""
 
     layers: list[ExpertLayer] = field(default_factory=list[ExpertLayer])
     others: dict[str, str] = field(default_factory=dict[str, str])
@@ -159,10 +166,10 @@ def _try_stacked(module: nn.Module, name: str, call: _Call, ranks: int) -> Exper
     )
 
 
-def _places(experts: int, call: _Call) -> tuple[Place, Place, Place] | str:
+def _places(experts: int, call: _Call) -> PlacesOfExpertCall | str:
     """Return where rows, numbers of experts and their weights are among the arguments, or why they are not there."""
     given = {**dict(enumerate(call.args)), **call.kwargs}
-    tensors: dict[Place, Tensor] = {place: value for place, value in given.items() if isinstance(value, Tensor)}
+    tensors: dict[PlaceInCall, Tensor] = {place: value for place, value in given.items() if isinstance(value, Tensor)}
     numbers = [place for place, t in tensors.items() if _are_numbers(t, experts)]
     if len(numbers) != 1 or len(tensors) != 3:
         shapes = ", ".join(f"{tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for t in tensors.values())

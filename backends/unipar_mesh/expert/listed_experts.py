@@ -43,7 +43,9 @@ class _Stub(nn.Module):
                     f"expert {self._number} is called twice, and parallel.expert sends rows once: leave it out"
                 )
             if rows.ndim != 2:
-                raise TaskError(f"expert {self._number} is given {tuple(rows.shape)}, and parallel.expert sends rows")
+                raise TaskError(
+                    f"expert {self._number} is given {tuple(rows.shape)}, and parallel.expert sends rows: leave it out"
+                )
             calls.rows[self._number] = rows
             return torch.zeros_like(rows)
         before = calls.rows.get(self._number)

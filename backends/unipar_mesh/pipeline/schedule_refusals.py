@@ -10,6 +10,10 @@ from unipar.config import Config
 _REFUSALS: Refusals = {
     "torch's": {"context": ("", "take schedule 1f1b or gpipe")},
     "zerobubble": {
+        "expert": (
+            "it averages gradients over all ranks of the data at once, and ranks along expert hold different experts",
+            "take another schedule",
+        ),
         "model.recompute: selective": (
             "it runs two backwards through each block, one for gradients of inputs and one for those of weights, and "
             "torch allows one there",
@@ -52,5 +56,5 @@ def refusals_of_torch_schedules(config: Config) -> Iterator[str]:
                 f"of the pipeline; there are {count}, which are not {rounds} equal rounds: take a multiple of "
                 f"{axes.pipeline} (batch.total = data x micro x accumulate), or schedule 1f1b"
             )
-    context = {"context": f"context: {axes.context}"} if axes.context > 1 else {}
-    yield from refusals_met(conditions_of(config) | context | {"torch's": name, axes.schedule: name}, _REFUSALS)
+    beside = {axis: f"{axis}: {size}" for axis, size in axes.sizes.items() if axis in ("context", "expert")}
+    yield from refusals_met(conditions_of(config) | beside | {"torch's": name, axes.schedule: name}, _REFUSALS)

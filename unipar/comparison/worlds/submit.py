@@ -20,9 +20,9 @@ def submit_worlds(
     """Return a job for each of these numbers of ranks (1,2,4), on as many machines as that takes."""
     config = source.config
     machines, axes, sizes = config.machines or Machines(), config.parallel.axes.ranks, parse_world_sizes(worlds)
-    if wrong := [size for size in sizes if size % axes]:
+    if wrong := [size for size in sizes if size % (fewest := config.parallel.axes.fewest_ranks)]:
         raise ConfigError(
-            f"--world: {wrong[0]} ranks cannot be divided into {config.parallel.axes} ({axes} ranks each)"
+            f"--world: {wrong[0]} ranks cannot be divided into {config.parallel.axes} ({fewest} ranks each)"
         )
     per = machines.ranks_per_node if machines.ranks_per_node != "auto" else settle_machines(config)[1]
     assert per is not None  # no GPUs are counted for worlds of given sizes

@@ -77,8 +77,8 @@ class Parallel(Section):
             )
         if left:
             raise ConfigError(
-                f"{count_of(ranks, 'rank')} cannot be divided into {self.axes} ({self.axes.ranks} ranks each): "
-                f"start a multiple of {self.axes.ranks} ranks, or change the sizes"
+                f"{count_of(ranks, 'rank')} cannot be divided into {self.axes} ({self.axes.fewest_ranks} ranks each): "
+                f"start a multiple of {self.axes.fewest_ranks} ranks, or change the sizes"
             )
         if isinstance(self.shard_over, int) and data % self.shard_over:
             raise ConfigError(

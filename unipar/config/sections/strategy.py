@@ -93,6 +93,11 @@ class Axes:
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
 
+    def with_data(self, data: int | str) -> str:
+        """Return words for the mesh with this many ranks of the data: `data 4 (expert 2) x tensor 2`."""
+        experts = f" (expert {self.expert})" if self.expert > 1 else ""
+        return " x ".join((f"data {data}{experts}", *filter(None, [str(replace(self, expert=1))])))
+
 
 def idle_words(axes: Axes) -> str | None:
     """Return a sentence on what of the axes has no effect, or None."""

@@ -26,7 +26,7 @@ def text_width(words: str) -> float:
     return LETTER_WIDTH * len(words)
 
 
-_SHORT_AXES = {"tensor": "tp", "pipeline": "pp", "context": "cp", "sequence": "sp"}
+_SHORT_AXES = {"tensor": "tp", "pipeline": "pp", "context": "cp", "sequence": "sp", "expert": "ep"}
 
 
 def fit_name(name: str, width: float) -> str:

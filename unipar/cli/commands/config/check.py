@@ -90,7 +90,7 @@ def _describe_mesh(settled: SettledConfig) -> list[tuple[str, str]]:
         return []
     known = axes.pipeline > 1 and sizes.tokens is None
     waits = f"; a stage waits {describe_bubble(axes, sizes.accumulate)}" if known else ""
-    return [("mesh", f"data {sizes.ranks} x {axes}{waits}")]
+    return [("mesh", f"{axes.with_data(sizes.ranks)}{waits}")]
 
 
 def _expand_compare_strategies(source: ConfigSource) -> list[Strategy]:

@@ -369,10 +369,11 @@ def _explain_axes(config: Config, strategy: Strategy, ranks: int) -> Iterator[Ex
 
     axes = strategy.axes
     sizes = config.batch.settle(ranks // axes.ranks)
-    yield ExplainedValue("ranks", ranks, f"derived: data {sizes.ranks} x {axes}")
+    yield ExplainedValue("ranks", ranks, f"derived: {axes.with_data(sizes.ranks)}")
     if sizes.tokens is not None:
         return
-    share = f"{sizes.total} / {sizes.ranks}, for {axes.ranks} ranks together: micro {sizes.micro} x {sizes.accumulate}"
+    together = f", for {axes.ranks} ranks together" if axes.ranks > 1 else ""
+    share = f"{sizes.total} / {sizes.ranks}{together}: micro {sizes.micro} x {sizes.accumulate}"
     yield ExplainedValue("samples of a step", sizes.local, f"derived: batch.total / data = {share}")
     if axes.pipeline == 1:
         return
