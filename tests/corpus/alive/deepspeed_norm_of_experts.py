@@ -32,9 +32,14 @@ def train(rank: int, stage: int) -> None:
     logging.getLogger("DeepSpeed").setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    registry: Any = type(output_capturing._CAN_RECORD_REGISTRY)
+    registry: Any = type(vars(output_capturing)["_CAN_RECORD_REGISTRY"])
     answer = registry.get  # transformers 5.23 answers None where AutoEP expects its default
-    registry.get = lambda self, key, default=None: default if (found := answer(self, key)) is None else found
+
+    def get(self: Any, key: Any, default: Any = None) -> Any:
+        found = answer(self, key)
+        return default if found is None else found
+
+    registry.get = get
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
