@@ -18,6 +18,7 @@ import yaml
 
 from unipar.backend import Category
 from unipar.memory.account import MemoryAccount, PhaseName, read_account
+from unipar.memory.sources.malloc_build import METER_ENVIRONMENT
 from unipar.results.memory_tables import format_mib
 from unipar.utils.files import path_with_scripts
 from unipar.utils.table import format_table
@@ -76,7 +77,7 @@ def observe(way: str, folder: Path) -> MemoryAccount:
 def environment() -> dict[str, str]:
     """Return the environment of the script's processes."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    return {**os.environ, "PYTHONPATH": path, "PATH": path_with_scripts(), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **METER_ENVIRONMENT, "PYTHONPATH": path, "PATH": path_with_scripts(), "OMP_NUM_THREADS": "1"}
 
 
 def compare(folder: Path) -> Path:

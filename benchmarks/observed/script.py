@@ -11,20 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
-from examples.char_gpt import GPT
+from examples.char_gpt import GPT, CharGPT
 
 STEPS = int(os.environ.get("STEPS", "12"))
 RATE = 3e-4
-CHARACTERS = torch.randint(0, 100, (1024, 65), generator=torch.Generator().manual_seed(1))
-DATA = TensorDataset(CHARACTERS[:, :-1], CHARACTERS[:, 1:])
+
+
+VOCABULARY = len(set(CharGPT().text))
+TASK = CharGPT(context=64)
+"""Source of the data alone."""
 
 
 def make_model() -> GPT:
     """Return the model, with the same values on all ranks."""
     torch.manual_seed(0)
-    return GPT(100, 5, 384, 6, 64)
+    return GPT(VOCABULARY, 5, 384, 6, 64)
 
 
 def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -45,7 +48,8 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def batches(rank: int | None = None, size: int | None = None) -> Iterable[list[Tensor]]:
     """Yield this rank's batches, as many as there are steps."""
-    loader = DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, size, rank))
+    data = TASK.data()
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, size, rank))
     return (batch for _, batch in zip(range(STEPS), loader, strict=False))
 
 
@@ -128,7 +132,7 @@ def train_accelerate() -> None:
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     made = make_model()
-    model, optimizer, loader = accelerator.prepare(made, adamw(made), DataLoader(DATA, batch_size=4, shuffle=True))
+    model, optimizer, loader = accelerator.prepare(made, adamw(made), DataLoader(TASK.data(), batch_size=4, shuffle=True))
     for _, (x, y) in zip(range(STEPS), loader, strict=False):
         accelerator.backward(loss_of(model, x, y))
         accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import socket
 import sys
@@ -14,9 +15,10 @@ from typing import Any, Concatenate, Final, ParamSpec, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils.data import dataloader
 
 from unipar.backend.resources import find_foreign_place
@@ -117,6 +119,7 @@ class Observer:
 
     def _begin_memory(self) -> None:
         """Begin to record; the history of an accelerator's allocator begins with its context, made by the script."""
+        _import_what_optimizers_import()
         kind = find_visible_devices().type
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if not kind or not when_context_is_made(kind, local_rank, self._begin_memory_on):
@@ -159,6 +162,7 @@ class Observer:
 
     @_harmless
     def epoch_begins(self, loader: Any) -> None:
+        self.state.add_dataset(loader.dataset)
         self.record.add_epoch(loader)
         self.record.recipe.epoch_begun(loader)
 
@@ -340,6 +344,15 @@ class Observer:
         if self._clock is not None:
             self._clock.start()
             self._clock_runs = True
+
+
+def _import_what_optimizers_import() -> None:
+    """Import what torch imports with the first optimizer that is made, so that no account has it.
+
+    Under a mode that changes what torch's functions return, such as a default device, nothing is imported.
+    """
+    if not overrides._get_current_function_mode_stack() and not python_dispatch._get_current_dispatch_mode_stack():  # pyright: ignore[reportPrivateUsage]
+        importlib.import_module("torch._dynamo")
 
 
 def _wraps_another(optimizer: Optimizer) -> bool:

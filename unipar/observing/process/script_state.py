@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Final, final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from unipar.backend import Category, Holding
 from unipar.backend.observed_library import ObservedLibrary
@@ -24,6 +26,9 @@ _FLAT_TENSORS: Final[Mapping[str, Category]] = {
     "grad": "gradients",
 }
 """Attributes of a flat parameter of FullyShardedDataParallel that are tensors."""
+
+MOST_PARTS: Final = 64
+"""Number of parts of a dataset's list in which tensors are looked for; longer lists hold samples."""
 
 _WRAPPED: Final = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
@@ -40,6 +45,7 @@ class ScriptState:
         self._models: list[weakref.ref[nn.Module]] = []
         self._trained: list[weakref.ref[nn.Module]] = []
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._datasets: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     @property
     def models(self) -> list[nn.Module]:
@@ -70,6 +76,11 @@ class ScriptState:
         """Note an optimizer, and look for the models once more."""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self.look_again()
+
+    def add_dataset(self, dataset: Any) -> None:
+        """Note a dataset over which the script iterates."""
+        with suppress(TypeError):  # a list, say, has no weak references
+            self._datasets[id(dataset)] = dataset
 
     def look_again(self) -> None:
         """Look for the models once more."""
@@ -160,12 +171,24 @@ class ScriptState:
             yield from _gradient(name, tensor)
         for name, key, value in self.named_states():
             yield Holding("optimizer", f"{key} of {name}", local_part(value))
+        for dataset in list(self._datasets.values()):
+            yield from (Holding("runtime", "dataset", tensor) for tensor in _tensors_of_dataset(dataset))
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield all parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _tensors_of_dataset(dataset: Any) -> Iterator[Tensor]:
+    """Yield the tensors that are attributes of a dataset, or of the datasets that it is made of."""
+    for value in getattr(dataset, "__dict__", {}).values():
+        for part in value[:MOST_PARTS] if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, Dataset):
+                yield from _tensors_of_dataset(part)
 
 
 def layers_of(model: nn.Module, wrappers: Mapping[str, str]) -> Iterator[nn.Module]:
