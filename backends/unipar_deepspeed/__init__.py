@@ -76,6 +76,9 @@ _REFUSALS: Refusals = {
             "use backend: native, or take adamw",
         ),
     },
+    "model.compile: model": {
+        _AUTOTP: ("torch cannot compile the layers that DeepSpeed's AutoTP puts in their place", "compile blocks"),
+    },
     "model.compile": {
         _AUTOEP: (
             "no compiled run of DeepSpeed's AutoEP has been compared with one process",

@@ -64,6 +64,7 @@ class MeshEngine(ShardedEngine):
         world.groups.create_together()
         look, full = look_together(part, config, world, options.proof)
         self.split = MeshSplit.of(part, look, world, axes, vocabulary=options.vocabulary == "split")
+        self._parts = self.split.own_parts(world.mesh.seat["tensor"])
         sites = calls_of_blocks(part.module, {} if axes.context > 1 else look.plans)
         shell = place_model(part.module, self.split.own_blocks, self.placement(config, world), world.device)
         super().__init__(replace(part, optimizer=partial(_optimizer_by_mesh, part.optimizer)), config, world)
@@ -171,8 +172,7 @@ class MeshEngine(ShardedEngine):
                 mesh = world.groups.copies_of_ranks(*copies_by_machine(world.mesh, world.machines))
             else:
                 mesh = world.groups.copies_and_shards(over * self.axes.context)
-        parts = self.split.own_parts(self.mesh.seat["tensor"])
-        return Placement(self.split.absent, parts, mesh, *self._experts_of_rank(config, world), settings)
+        return Placement(self.split.absent, self._parts, mesh, *self._experts_of_rank(config, world), settings)
 
     def _experts_of_rank(self, config: Config, world: World) -> tuple[list[str], DeviceMesh | None]:
         """Return the modules of this rank's experts, and the mesh of ranks that train the same ones."""
@@ -338,11 +338,11 @@ class MeshEngine(ShardedEngine):
 
     @override
     def whole_shape(self, name: str, t: Tensor) -> tuple[int, ...]:
-        return self.split.shapes[name] if t.ndim else ()
+        return self.split.shapes[name] if name in self._parts and t.ndim else tuple(t.shape)
 
     @override
     def local_regions(self, name: str, t: Tensor) -> Iterator[tuple[Region, Tensor]]:
-        part = self.split.own_parts(self.mesh.seat["tensor"]).get(name)
+        part = self._parts.get(name)
         if part is None or t.ndim == 0:
             yield from super().local_regions(name, t)
             return

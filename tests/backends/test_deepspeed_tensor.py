@@ -136,6 +136,9 @@ def test_a_plan_runs_what_its_layers_run(monkeypatch: pytest.MonkeyPatch) -> Non
                        "options": {"deepspeed": {"offload_optimizer": "cpu", "cpu_adam": "torch"}}},
          "offloading is not available with parallel.tensor: no run of DeepSpeed's AutoTP with offloaded state has been "
          "compared with one process; leave one of them out"),
+        ("deepspeed", {"parallel": {"tensor": 2}, "model": {"compile": {"what": "model"}}},
+         "model.compile: model is not available with parallel.tensor: torch cannot compile the layers that DeepSpeed's "
+         "AutoTP puts in their place; compile blocks"),
         ("deepspeed", {"parallel": {"pipeline": 2}},
          "DeepSpeed's PipelineModule takes a list of layers, so the model would have to be rewritten; with a clip and "
          "ZeRO-0 it was 2e-3 off one process, and it refuses ZeRO-2 and ZeRO-3"),

@@ -269,7 +269,7 @@ CASES = {
         Case("generation by the whole model", Generating, tolerance=GPT2),
         Case("evaluation in the middle", tasks.Plain, more={"eval": {"every": 2, "batches": 2}}),
         Case("a stream", tasks.Streamed, sizes=(2,)),
-        Case("weights from a file", tasks.Plain, sizes=(2,),
+        Case("weights from a file", tasks.Plain, sizes=(2,), tolerance=Tolerance(2e-6, 2e-6, 2e-5),
              more={"model": {"weights": {"file": str(FILE), "only": ["embed.*", "head.*"]}}}),
         Case("convolution", tasks.Regression, train={"optimizer": {"name": "adamw", "lr": 3e-3}}),
         Case("state out and in", tasks.Grouped, train=_COSINE, hop=3),
@@ -308,9 +308,10 @@ CASES = {
         Case("contrastive, one tower", lambda: OneTower(dropout=0.2), micro=True, hop=3),
         Case("contrastive, ragged", lambda: OneTower(count=35), train={"epochs": 2}, sizes=(2, 4)),
         Case("contrastive, fp64", Pairs, precision="fp64", tolerance=FP64, sizes=(2,), accumulate=4),
-        Case("contrastive, bf16-mixed", Pairs, precision="bf16-mixed", tolerance=BF16, sizes=(2,)),
-        Case("contrastive, bf16-master", Pairs, precision="bf16-master", tolerance=Tolerance(1.5e-2, 2e-2, None),
+        Case("contrastive, bf16-mixed", Pairs, precision="bf16-mixed", tolerance=Tolerance(1e-2, 2e-2, None),
              sizes=(2,)),  # the sum of two losses
+        Case("contrastive, bf16-master", Pairs, precision="bf16-master", tolerance=Tolerance(1.5e-2, 2e-2, None),
+             sizes=(2,)),
         *_cases_of_several_parts(),
         Case("fp64", tasks.Grouped, precision="fp64", tolerance=FP64),
         Case("bf16-mixed", tasks.Plain, precision="bf16-mixed", tolerance=BF16),
@@ -365,7 +366,7 @@ MESH_CASES = (
     "state out and in", "averaged", "averaged every second step",
     "blocks recomputed", "bf16-mixed", "fp64", "not a number",
     "batches by tokens", "batches by tokens, two on each rank", "contrastive", "contrastive, one tower", "muon",
-    "rmsprop",
+    "whole matrices of its own", "rmsprop", "weights from a file",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
