@@ -12,6 +12,7 @@ from typing_extensions import override
 from unipar.backend import Backend, Capabilities, Category, Dtypes, Engine, Part, Variant
 from unipar.backend.precision import default_dtypes
 from unipar.backend.refusals import ALL, Refusals, conditions_of, refusals_met
+from unipar.backend.torch_libraries import AXIS_NAMES
 from unipar.config import SHARDS, Config, Section, Shard
 from unipar.distributed.launchers import Launcher
 from unipar.distributed.place import Place
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 _NO_FP64 = "ZeRO keeps its masters in fp32; use deepspeed/nothing, native/* or fp32"
 _SPLITTING_SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
 _OFFLOAD = "options.deepspeed.offload_optimizer"
-_AUTOTP, _ACTIVATIONS = "AutoTP", "activations under AutoTP"
+_AUTOTP, _ACTIVATIONS, _AUTOEP = "AutoTP", "activations under AutoTP", "AutoEP"
+_BF16_COPIES = (
+    "DeepSpeed keeps bf16 copies of the parameters, with which the split model cannot be proved equal to the whole one",
+    "use fp32 or bf16-mixed, or backend: native",
+)
 _REFUSALS: Refusals = {
     "parallel.sequence": {
         _ACTIVATIONS: (
@@ -39,22 +44,43 @@ _REFUSALS: Refusals = {
             "leave it out, or use backend: native",
         )
     },
-    "train.precision: bf16-master": {
-        _AUTOTP: (
-            "DeepSpeed keeps bf16 copies of the parameters, with which the split model cannot be proved equal to the "
-            "whole one",
-            "use fp32 or bf16-mixed, or backend: native",
+    "train.precision: bf16-master": dict.fromkeys((_AUTOTP, _AUTOEP), _BF16_COPIES),
+    "parallel.tensor": {
+        _AUTOEP: (
+            "no run of DeepSpeed's AutoEP beside AutoTP has been compared with one process",
+            "leave one of them out, or use backend: native",
         )
     },
     "offloading": {
         _AUTOTP: (
             "no run of DeepSpeed's AutoTP with offloaded state has been compared with one process",
             "leave one of them out",
-        )
+        ),
+        _AUTOEP: (
+            "no run of DeepSpeed's AutoEP with offloaded state has been compared with one process",
+            "leave one of them out",
+        ),
     },
-    "whole_matrices": {_OFFLOAD: ("its matrices are joined on the device", "leave one of them out")},
+    "whole_matrices": {
+        _OFFLOAD: ("its matrices are joined on the device", "leave one of them out"),
+        _AUTOEP: (
+            "DeepSpeed's AutoEP keeps each gate_up_proj as two parameters, whose matrices are halves of those that are "
+            "updated as a whole",
+            "use backend: native, or take adamw",
+        ),
+    },
     "moments_in_bf16": {
-        _OFFLOAD: ("moments in host memory take none of the device, in bf16 or fp32", "leave one of them out")
+        _OFFLOAD: ("moments in host memory take none of the device, in bf16 or fp32", "leave one of them out"),
+        _AUTOEP: (
+            "no run of DeepSpeed's AutoEP with moments in bf16 has been compared with one process",
+            "use backend: native, or take adamw",
+        ),
+    },
+    "model.compile": {
+        _AUTOEP: (
+            "no compiled run of DeepSpeed's AutoEP has been compared with one process",
+            "leave one of them out, or use backend: native",
+        )
     },
     "moments_in_blocks": {
         ALL: (
@@ -107,11 +133,10 @@ class DeepSpeed(Backend):
         },
         gaps={(shard, "fp64"): _NO_FP64 for shard in _SPLITTING_SHARDS},
         also={"model.offload": _SPLITTING_SHARDS},
-        axes={"tensor": SHARDS},
+        axes={"tensor": SHARDS, "expert": SHARDS},
         axes_lacked={
             "pipeline": "DeepSpeed's PipelineModule takes a list of layers, so the model would have to be rewritten; "
             "with a clip and ZeRO-0 it was 2e-3 off one process, and it refuses ZeRO-2 and ZeRO-3",
-            "expert": "DeepSpeed's AutoEP is not offered here yet",
             "context": "DeepSpeed's Ulysses is an attention layer, which has to be written into the model",
         },
         launchers=(
@@ -133,12 +158,13 @@ class DeepSpeed(Backend):
 
     @override
     def library_name(self, config: Config) -> str:
-        return f"ZeRO-{SHARDS.index(config.parallel.shard)}{' + TP' if config.parallel.tensor > 1 else ''}"
+        split = "".join(f" + {AXIS_NAMES[name]}" for name in config.parallel.axes.sizes)
+        return f"ZeRO-{SHARDS.index(config.parallel.shard)}{split}"
 
     @override
     def fills_from_files(self, config: Config) -> bool:
         exact = config.train.precision == "bf16-master"  # masters are made of rank 0's whole parameters
-        return config.parallel.shard == "parameters" and config.parallel.tensor == 1 and not exact
+        return config.parallel.shard == "parameters" and not config.parallel.axes.split and not exact
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
@@ -147,6 +173,8 @@ class DeepSpeed(Backend):
         conditions = conditions_of(config) | {ALL: ""}
         if config.parallel.tensor > 1:
             conditions |= {_AUTOTP: "parallel.tensor", _ACTIVATIONS: ""}
+        if config.parallel.expert > 1:
+            conditions[_AUTOEP] = "parallel.expert"
         if options.offload_optimizer != "none":
             conditions[_OFFLOAD] = f"{_OFFLOAD}: {options.offload_optimizer}"
         if options.offload_optimizer != "none" or options.offload_parameters != "none":
@@ -182,6 +210,9 @@ class DeepSpeed(Backend):
             settings["bf16"] = {"enabled": True}
         if (tensor := config.parallel.tensor) > 1:
             settings["tensor_parallel"] = {"autotp_size": tensor, "partition_config": "derived when the run starts"}
+        if (expert := config.parallel.expert) > 1:
+            preset = "chosen when the run starts"
+            settings["expert_parallel"] = {"enabled": True, "autoep_size": expert, "preset_model": preset}
         return settings
 
     @override

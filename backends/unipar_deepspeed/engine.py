@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import deepspeed
@@ -13,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
+from unipar_mesh.look_at_model import WholeModel
 
 from unipar.backend import Backend, Factor, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step
 from unipar.backend import offered_strategies as strategies
@@ -34,12 +36,20 @@ from unipar.engines.placement import (
 )
 from unipar.engines.state import buffer_pieces, module_holdings, restore_buffers
 from unipar.errors import TaskError
+from unipar_deepspeed.expert_parallel import (
+    ExpertSplit,
+    check_replaced,
+    plan_experts,
+    regroup,
+    replaceable_layers,
+)
 from unipar_deepspeed.gathered_parameters import all_parameters, parameters_away
 from unipar_deepspeed.matrices.states import names_of_matrices
 from unipar_deepspeed.offload import cpu_optimizer_for
 from unipar_deepspeed.options import options_of, remove_offload_files
 from unipar_deepspeed.partitions import ZeroPartitions, keep_exact_values
 from unipar_deepspeed.tensor_parallel_by_plan import (
+    TensorSplit,
     finish_split,
     forget_groups,
     keep_sizes,
@@ -50,12 +60,12 @@ from unipar_deepspeed.tensor_parallel_by_plan import (
 )
 from unipar_deepspeed.zero_holdings import zero_holdings
 
-InitializeEngine = Callable[[nn.Module, Optimizer, dict[str, Any]], Any]
+InitializeEngine = Callable[[nn.Module, Any, dict[str, Any]], Any]
 """Function that calls `deepspeed.initialize`, itself or through a library that wraps it, and returns the engine."""
 
 
-def initialize_deepspeed(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> Any:
-    """Return DeepSpeed's engine for the model."""
+def initialize_deepspeed(model: nn.Module, optimizer: Any, settings: dict[str, Any]) -> Any:
+    """Return DeepSpeed's engine for the model; `optimizer`: one, or a function that returns it."""
     return deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
 
 
@@ -71,13 +81,13 @@ class ZeroEngine(OptimizerEngine):
         refuse_scalar_parameters(part.module, str(strategies.strategy_of(config)))
         super().__init__(part, config, world)
         self.stage = SHARDS.index(config.parallel.shard)
-        split, full = plan_tensor(part, config, world) if config.parallel.tensor > 1 else (None, None)
+        split, full = _plan_split(part, config, world)
         use_groups(world)
         named = part.module.named_parameters()
         parameters = sum(p.numel() if split is None else split.numel(name, p) for name, p in named)
         settings = backend.native_config(config, parameters)
         if split is not None:
-            settings["tensor_parallel"] = split.section("model.")
+            settings[split.key] = split.section("model.")
         masters = keep_exact_values(part.module, config, world)  # before DeepSpeed rounds the parameters to bf16
         if self.stage == 3:
             low = torch.bfloat16 if config.train.precision == "bf16-master" else None
@@ -99,16 +109,11 @@ class ZeroEngine(OptimizerEngine):
                 "before the first step, for parameters that ZeRO then replaces; set parallel.shard: nothing, or "
                 "backend: native"
             )
-        self.rates = BaseRates(optimizer)
         self.call = ForwardCall(part.module, world.device, autocast=autocast_dtype(config.train.precision))
         self.call.cast = batch_dtype(config.train.precision)
         if config.train.precision == "fp64":
             _allow_fp64()
-        marked = [] if split is None else keep_sizes(part.module, split)
-        self.engine: Any = start(self.call, optimizer, settings)
-        let_sizes(marked)
-        if split is not None:
-            finish_split(part, split, self.engine, world)
+        self.engine: Any = self._start(part, split, partial(start, self.call), optimizer, settings)
         self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
         if config.train.precision == "fp64":
             self.engine.communication_data_type = torch.float64
@@ -126,6 +131,37 @@ class ZeroEngine(OptimizerEngine):
             prove_split(part, split, self.call, world, full, config)
             if self.stage == 3:
                 self.zero._partition_all_parameters()  # the proof's backward ended before the hooks that do it
+
+    def _start(
+        self,
+        part: Part,
+        split: TensorSplit | ExpertSplit | None,
+        start: Callable[[Any, dict[str, Any]], Any],
+        optimizer: Optimizer,
+        settings: dict[str, Any],
+    ) -> Any:
+        """Return DeepSpeed's engine, which cuts the model as planned while it starts."""
+        if isinstance(split, ExpertSplit):
+            users = {id(p): name for name, p in part.module.named_parameters()}
+
+            def make(parameters: Any) -> Optimizer:
+                return self._with_rates(regroup(optimizer, users, part.module, split))
+
+            with replaceable_layers(self.call, split):
+                engine = start(make, settings)
+            check_replaced(part.module, users.values(), split)
+            return engine
+        marked = [] if split is None else keep_sizes(part.module, split)
+        engine = start(self._with_rates(optimizer), settings)
+        let_sizes(marked)
+        if split is not None:
+            finish_split(part, split, engine, self.world)
+        return engine
+
+    def _with_rates(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer, of whose groups, which are final here, the engine now sets the learning rates."""
+        self.rates = BaseRates(optimizer)
+        return optimizer
 
     @override
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
@@ -179,8 +215,8 @@ class ZeroEngine(OptimizerEngine):
             if self.scaler is not None:
                 self.scaler.unscale(grads)
             if self.holder.split is not None and (self.fp64 or self.bare):
-                counted = [p.grad for p in self.trained if self.holder.counts(p) and p.grad is not None]
-                return clip_counted(grads, counted if self.world.data_rank == 0 else [], self.limit, self.world)
+                counted = [p.grad for p in self.trained if self.holder.counts_whole(p) and p.grad is not None]
+                return clip_counted(grads, counted, self.limit, self.world)
             if self.fp64:
                 return clip_in_fp64((grads, False), self.limit, self.world)
             return clip_gradients(self.trained, self.limit) if self.bare else None
@@ -219,7 +255,7 @@ class ZeroEngine(OptimizerEngine):
     def pieces(self) -> Iterator[Piece]:
         yield from self.holder.pieces()
         if self.world.rank == 0:
-            yield from buffer_pieces(self.model.named_buffers())
+            yield from buffer_pieces(self._saved_buffers())
 
     @override
     def held_weights(self) -> Iterator[Piece]:
@@ -245,7 +281,12 @@ class ZeroEngine(OptimizerEngine):
                 "run"
             )
         self.holder.restore(read)
-        restore_buffers(self.model, read)
+        restore_buffers(self._saved_buffers(), read)
+
+    def _saved_buffers(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the buffers by the user's names."""
+        split, named = self.holder.split, self.model.named_buffers()
+        return split.saved_buffers(self.model) if isinstance(split, ExpertSplit) else named
 
     @override
     def holdings(self) -> Iterator[Holding]:
@@ -255,6 +296,13 @@ class ZeroEngine(OptimizerEngine):
     @override
     def close(self) -> None:
         self.engine.destroy()
+
+
+def _plan_split(part: Part, config: Config, world: World) -> tuple[TensorSplit | ExpertSplit | None, WholeModel | None]:
+    """Return how DeepSpeed is to split the model, and loss and gradients of the whole one; None if it is not split."""
+    if config.parallel.tensor > 1:
+        return plan_tensor(part, config, world)
+    return plan_experts(part, config, world) if config.parallel.expert > 1 else (None, None)
 
 
 def join(config: Config, place: Place) -> World:

@@ -34,8 +34,9 @@ def script(outline: Outline) -> Script:
         raise Unsupported(
             strategy,
             [
-                f"parallel ({config.parallel.axes}): unipar finds the partition_config of DeepSpeed's AutoTP when a "
-                "run starts, and adapts the calls between the layers, which a plain script cannot; leave tensor out"
+                f"parallel ({config.parallel.axes}): unipar finds the partition_config of DeepSpeed's AutoTP or the "
+                "layers of AutoEP when a run starts, and adapts calls and names, which a plain script cannot; leave "
+                f"{' and '.join(config.parallel.axes.sizes)} out"
             ],
         )
     if precision == "fp64":

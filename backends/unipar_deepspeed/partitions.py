@@ -20,6 +20,7 @@ from unipar.optimizers.stochastic_rounding import MOMENTS, ElementRuns, NamedVie
 from unipar_deepspeed.matrices.states import MatrixStates, ranges_in_flat_tensors
 
 if TYPE_CHECKING:
+    from unipar_deepspeed.expert_parallel import ExpertSplit
     from unipar_deepspeed.tensor_parallel_by_plan import TensorSplit
 
 ReadRegion = Callable[[str, Region], Tensor]
@@ -36,7 +37,7 @@ class ZeroPartitions:
         stage: int,
         world: World,
         *,
-        split: TensorSplit | None = None,
+        split: TensorSplit | ExpertSplit | None = None,
         swapped: bool = False,
         matrices: frozenset[str] = frozenset(),
     ) -> None:
@@ -50,6 +51,8 @@ class ZeroPartitions:
         self.master = self._masters()
         self.matrices = MatrixStates(model, engine, stage, world, matrices, self.master)
         self._cut_ids = {id(p) for name, p in model.named_parameters() if self.is_cut(name)}
+        self._same_experts = world.mesh.expert
+        """Distance between ranks of the data that have the same parts of parameters that are cut."""
         if isinstance(self.base, RoundedMoments):
             self.base.views = self._named_views(model)
 
@@ -98,6 +101,10 @@ class ZeroPartitions:
         """Return whether every rank keeps the whole parameter."""
         return self.stage == 0 or (self.stage < 3 and not p.requires_grad)
 
+    def _copy(self, p: nn.Parameter) -> int:
+        """Return this rank's place among those of the data that have the same part of a parameter."""
+        return self.world.data_rank // (self._same_experts if id(p) in self._cut_ids else 1)
+
     def local_range(self, p: Any, kind: str) -> tuple[Region, Tensor] | None:
         """Return the range of `p` that this rank keeps in full precision, and its storage; None for no range."""
         key = None if kind == "weight" else kind
@@ -111,7 +118,7 @@ class ZeroPartitions:
             at = part.lp_fragment_address
             return Region(at.start, at.numel), part.get_hp_fragment(key)
         size = p.ds_tensor.ds_numel
-        start = min(self.world.data_rank * size, p.ds_numel)
+        start = min(self._copy(p) * size, p.ds_numel)
         stop = min(start + size, p.ds_numel)
         master = self.zero._get_fp32_opt_state_partition
         flat = master(p, True, key)[0] if p.requires_grad else p.ds_tensor.data
@@ -136,8 +143,12 @@ class ZeroPartitions:
         return self.split is not None and name in self.split.cuts
 
     def counts(self, p: nn.Parameter) -> bool:
-        """Return whether this rank counts its part of a gradient, among those of `tensor`: each element counts once."""
+        """Return whether this rank counts its part of a gradient: of those of `tensor` one does, where all have it."""
         return self.world.mesh.seat["tensor"] == 0 or id(p) in self._cut_ids
+
+    def counts_whole(self, p: nn.Parameter) -> bool:
+        """Return whether this rank counts its part of a gradient which all ranks of the data have, too."""
+        return self.counts(p) and self._copy(p) == 0
 
     def counted_gradients(self) -> Iterator[Tensor]:
         """Yield this rank's parts of gradients that no other rank has, under stages 1 to 3."""
@@ -171,17 +182,18 @@ class ZeroPartitions:
         states = self.matrices.vector_states()
         moments = sorted({k for s in states for k, v in s.items() if isinstance(v, Tensor)} - {"step"})
         steps = [s["step"] for s in states if "step" in s]
-        seat = self.world.mesh.seat
+        seat, counted = self.world.mesh.seat, set[str]()
         for name, p in self.model.named_parameters():
-            cut = self.is_cut(name)
+            cut, saved = self.is_cut(name), self._saved(name)
             shape = self.whole_shape(name, p)
             vector = p.requires_grad and name not in self.matrices
             for kind in ("weight", *(moments if vector else ())):
-                first = (cut or seat["tensor"] == 0) and not (self.whole(p) and self.world.data_rank)
+                first = (cut or seat["tensor"] == 0) and not (self.whole(p) and self._copy(p))
                 for where, tensor in self.regions(name, p, kind) if first else ():
-                    yield Piece(name, kind, shape, where, tensor)
-            if steps and vector and self.world.rank == 0:
-                yield Piece(name, "step", (), Region(0, 1), torch.as_tensor(steps[0], dtype=torch.float32))
+                    yield Piece(saved, kind, shape, where, tensor)
+            if steps and vector and saved not in counted and self.world.rank == 0:
+                counted.add(saved)
+                yield Piece(saved, "step", (), Region(0, 1), torch.as_tensor(steps[0], dtype=torch.float32))
             if name in self.matrices:
                 yield from self.matrices.pieces(name)
 
@@ -189,14 +201,14 @@ class ZeroPartitions:
         """Yield each region of a weight that this rank computes with: in the model's precision, whole below stage 3."""
         for name, p in self.model.named_parameters():
             for region, local in self._regions_of(name, *self._held_range(p)):
-                yield Piece(name, "weight", self.whole_shape(name, p), region, local)
+                yield Piece(self._saved(name), "weight", self.whole_shape(name, p), region, local)
 
     def full_weights(self) -> Iterator[Piece]:
         """Yield each region of a trained weight that this rank keeps in full precision."""
         for name, p in self.model.named_parameters():
             if p.requires_grad:
                 for region, local in self.regions(name, p, "weight"):
-                    yield Piece(name, "weight", self.whole_shape(name, p), region, local.detach())
+                    yield Piece(self._saved(name), "weight", self.whole_shape(name, p), region, local.detach())
 
     @torch.no_grad()
     def use_masters(self) -> None:
@@ -218,9 +230,13 @@ class ZeroPartitions:
         if self.stage < 3:
             return Region(0, p.numel()), p.data
         size = p.ds_tensor.ds_numel
-        start = min(self.world.data_rank * size, p.ds_numel)
+        start = min(self._copy(p) * size, p.ds_numel)
         where = Region(start, min(start + size, p.ds_numel) - start)
         return where, p.ds_tensor.data.view(-1)[: where.length]
+
+    def _saved(self, name: str) -> str:
+        """Return the user's name of a parameter: the library's own layers have others."""
+        return name if self.split is None else self.split.saved_name(name)
 
     def whole_shape(self, name: str, p: Any) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
@@ -235,10 +251,9 @@ class ZeroPartitions:
             with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=self.stage == 3):
                 flat = p.data.view(-1)
                 for where, tensor in self._regions_of(name, Region(0, p.numel()), flat):
-                    read.fill(tensor, name, "weight", where)
-        vectors = {
-            name: read.kinds(name) - {"weight"} for name, p in named if p.requires_grad and name not in self.matrices
-        }
+                    read.fill(tensor, self._saved(name), "weight", where)
+        trained = (self._saved(name) for name, p in named if p.requires_grad and name not in self.matrices)
+        vectors = {name: read.kinds(name) - {"weight"} for name in trained}
         _refuse_unequal_states(vectors)
         kinds = next(iter(vectors.values()), set[str]())
         if kinds:
@@ -269,9 +284,10 @@ class ZeroPartitions:
     def put(self, kind: str, source: ReadRegion, among: Collection[str] | None = None) -> None:
         """Fill this rank's range of trained parameters from `source`: of all, or of those among some names."""
         for name, p in self.model.named_parameters():
-            if p.requires_grad and (among is None or name in among):
+            saved = self._saved(name)
+            if p.requires_grad and (among is None or saved in among):
                 for where, tensor in self.regions(name, p, kind):
-                    tensor.copy_(source(name, where).view(tensor.shape))
+                    tensor.copy_(source(saved, where).view(tensor.shape))
 
     @torch.no_grad()
     def put_masters(self, exact: Mapping[str, Tensor], device: torch.device) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
+import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,9 @@ from unipar.engines.forward import ForwardCall, OpaqueBatch
 from unipar.errors import TaskError
 from unipar.utils.seeding import kept_random_state
 from unipar_deepspeed.autotp import matrices_left_whole
+
+if TYPE_CHECKING:
+    from unipar_deepspeed.expert_parallel import ExpertSplit
 
 _NO_HEAD = ["(none)"]
 """Names of output heads, which DeepSpeed would cut in a way of its own: no layer has such a name."""
@@ -53,6 +57,21 @@ class TensorSplit:
 
     calls: Mapping[str, CallsOfBlock] = field(default_factory=dict[str, CallsOfBlock])
     """Calls to rewrite, by name of the block; none: those of the plans, however blocks are called."""
+
+    key: ClassVar[str] = "tensor_parallel"
+    """DeepSpeed's section."""
+
+    samples: ClassVar[int] = 1
+    """Number of microbatches on which the model is tried."""
+
+    @property
+    def speaks_for_whole(self) -> bool:
+        """Whether this rank counts its gradients of parameters that are not cut."""
+        return self.seat == 0
+
+    def saved_name(self, name: str) -> str:
+        """Return the user's name of a parameter."""
+        return name
 
     def numel(self, name: str, p: Tensor) -> int:
         """Return how many elements of a whole parameter one rank has."""
@@ -140,12 +159,21 @@ def use_groups(world: World) -> None:
         for name, axis in _AXIS_OF_GROUP.items():
             setattr(deepspeed_groups, name, world.groups.group(axis))
         deepspeed_groups.mpu = deepspeed_groups
+    if world.mesh.expert > 1:
+        copies = world.groups.copies_and_shards_of_experts(1).get_group("copies")
+        for name, group in zip(_GROUPS_OF_EXPERTS, (world.groups.experts(), copies), strict=True):
+            getattr(deepspeed_groups, name)[f"ep_size_{world.mesh.expert}"] = group
+            ranks = dist.get_process_group_ranks(group)
+            getattr(deepspeed_groups, f"{name}_RANKS")[f"ep_size_{world.mesh.expert}"] = ranks
 
 
 def forget_groups() -> None:
     """Drop the groups that `use_groups` gave to DeepSpeed."""
     for name in (*_AXIS_OF_GROUP, "mpu"):
         setattr(deepspeed_groups, name, None)
+    for name in _GROUPS_OF_EXPERTS:
+        getattr(deepspeed_groups, name).clear()
+        getattr(deepspeed_groups, f"{name}_RANKS").clear()
 
 
 _AXIS_OF_GROUP = {
@@ -154,6 +182,9 @@ _AXIS_OF_GROUP = {
     "_DATA_PARALLEL_GROUP": "data",
 }
 """DeepSpeed's variables of process groups, and the axis along which each lies."""
+
+_GROUPS_OF_EXPERTS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
+"""DeepSpeed's tables of process groups: of ranks that have all experts together, and of those that have the same."""
 
 
 def finish_split(part: Part, split: TensorSplit, engine: Any, world: World) -> None:
@@ -196,9 +227,9 @@ _SEEN = "replaced"
 
 
 def prove_split(
-    part: Part, split: TensorSplit, call: ForwardCall, world: World, full: WholeModel, config: Config
+    part: Part, split: TensorSplit | ExpertSplit, call: ForwardCall, world: World, full: WholeModel, config: Config
 ) -> None:
-    """Raise TaskError unless the split model has the whole one's loss and gradients on the sample."""
+    """Raise TaskError unless the split model has the whole one's loss and gradients on its samples."""
     assert part.loss is not None
     batch = split.batch
     if (cast_to := batch_dtype(config.train.precision)) is not None:
@@ -217,7 +248,8 @@ def prove_split(
         for module, mode in modes:
             module.training = mode
     mine = zip(named.items(), gradients, strict=True)
-    held = {name: g.contiguous().view(-1) for (name, _), g in mine if g is not None and world.data_rank == 0}
+    counts = world.data_rank < split.samples  # further ranks have the same samples
+    held = {name: g.contiguous().view(-1) / split.samples for (name, _), g in mine if g is not None and counts}
     sketches = sketch_regions(list(full.gradients), _regions_of_parts(split, held))
     sketches = world.sum(sketches.to(world.device)).cpu()
     mean = world.sum(loss.detach().double()) / world.size
@@ -225,11 +257,13 @@ def prove_split(
     refuse_difference(full, float(mean), sketches, dtype, str(config.parallel.axes))
 
 
-def _regions_of_parts(split: TensorSplit, held: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Region, Tensor]]:
+def _regions_of_parts(
+    split: TensorSplit | ExpertSplit, held: Mapping[str, Tensor]
+) -> Iterator[tuple[str, int, Region, Tensor]]:
     for name, flat in held.items():
         if name in split.cuts:
             numel = torch.Size(split.cuts[name].shape).numel()
             for where, local in split.regions(name, 0, flat.numel()):
-                yield name, numel, where, local.of(flat)
-        elif split.seat == 0:
-            yield name, flat.numel(), Region(0, flat.numel()), flat
+                yield split.saved_name(name), numel, where, local.of(flat)
+        elif split.speaks_for_whole:
+            yield split.saved_name(name), flat.numel(), Region(0, flat.numel()), flat

@@ -205,6 +205,7 @@ def whole_gradients(model: nn.Module, fn: Fn, *batches: Any) -> WholeModel:
                 if gradient is not None:
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient
             loss = loss + share.detach()
+            del each
     sketches = TensorSketcher(keep=False)
     known = {name: sketch_whole_tensor(sketches, name, gradients[name]) for name in named if name in gradients}
     return WholeModel(float(loss), known)

@@ -54,7 +54,7 @@ def look_together(
         assert part.loss is not None
         assert part.sample is not None
         axes = config.parallel.axes
-        batch, *others = _microbatches(part, axes.expert)
+        batch, *others = microbatches(part, axes.expert)
         cast_to = batch_dtype(config.train.precision)
         inputs, *other_inputs = (each if cast_to is None else cast_floats(each, cast_to) for each in (batch, *others))
         facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
@@ -72,7 +72,7 @@ def look_together(
     return made_on_first_rank(world, look)
 
 
-def _microbatches(part: Part, number: int) -> list[Any]:
+def microbatches(part: Part, number: int) -> list[Any]:
     """Return this many microbatches, the same one again where the data has fewer."""
     assert part.sample is not None
     if number == 1 or part.samples is None:

@@ -132,9 +132,8 @@ def train_accelerate() -> None:
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     made = make_model()
-    model, optimizer, loader = accelerator.prepare(
-        made, adamw(made), DataLoader(TASK.data(), batch_size=4, shuffle=True)
-    )
+    batches = DataLoader(TASK.data(), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(made, adamw(made), batches)
     for _, (x, y) in zip(range(STEPS), loader, strict=False):
         accelerator.backward(loss_of(model, x, y))
         accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -89,6 +89,17 @@ CASES: dict[str, Case] = {
         alive="deepspeed 0.19.8",
         script="deepspeed_another_tag",
     ),
+    "norm-of-own-experts": Case(
+        "deepspeedai/DeepSpeed#8475",
+        "Under ZeRO-0 with AutoEP, each rank takes the norm of all dense gradients and of its own experts', and the "
+        "clip uses the mean of these norms (re-created: AutoEP names the parameters of experts otherwise).",
+        "a norm that leaves something out",
+        "step 1, token.weight and others",
+        "mesh_faults.classify_norm",
+        task="ExpertTexts",
+        alive="deepspeed 0.19.8",
+        script="deepspeed_norm_of_experts",
+    ),
     "rate-ahead": Case(
         "huggingface/accelerate#2926",
         "A scheduler that Accelerate has prepared moves once for every process in each step, so that a schedule made "

@@ -48,7 +48,7 @@ def command_of(error: Case | Missed) -> str:
 def printed_by(error: Case | Missed) -> str:
     """Return what the script of an error prints."""
     script = ROOT / f"tests/corpus/alive/{error.script}.py"
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=True)
     return run.stdout.rstrip()
 
 

@@ -245,6 +245,8 @@ def test_what_a_rank_keeps(train: dict[str, Any], shard: str, wanted: dict[str, 
         ({"data": 1, "pipeline": 3, "tensor": 2}, ModelSize(100, blocks=3, in_blocks=60, matrices=48), 40 + 12),
         ({"data": 2, "context": 2}, ModelSize(100, blocks=3, in_blocks=60, matrices=48), 100),
         ({"data": 1, "tensor": 4, "pipeline": 5}, ModelSize(100), 5),
+        ({"data": 4, "expert": 2}, ModelSize(100, blocks=3, in_blocks=60, matrices=48, experts=40), 40 + 20 + 20),
+        ({"data": 1, "tensor": 2}, ModelSize(100, blocks=3, in_blocks=60, matrices=48, experts=40), 40 + 12 + 24),
     ],
 )
 def test_what_the_largest_rank_of_a_mesh_holds(parallel: dict[str, Any], size: ModelSize, floats: int) -> None:
@@ -254,6 +256,15 @@ def test_what_the_largest_rank_of_a_mesh_holds(parallel: dict[str, Any], size: M
     assert isinstance(ranks, int)
     kept = {"parameters": 4 * floats, "gradients": 4 * floats, "optimizer": 8 * floats}
     assert estimate_kept_bytes(config, ranks, size) == kept
+
+
+def test_experts_are_split_by_their_axis_or_by_more_ranks() -> None:
+    """What is sharded over all ranks is so with experts too; fewer shards than ranks of experts split no expert."""
+    size = ModelSize(100, blocks=3, in_blocks=60, matrices=48, experts=40)
+    parallel = {"data": 8, "expert": 4, "shard": "parameters"}
+    assert estimate_kept_bytes(given(parallel=parallel), 8, size)["parameters"] == 4 * 60 // 8 + 4 * 40 // 8
+    parallel["shard_over"] = 2
+    assert estimate_kept_bytes(given(parallel=parallel), 8, size)["parameters"] == 4 * 60 // 2 + 4 * 40 // 4
 
 
 def test_ranks_that_split_sequences_share_parameters() -> None:

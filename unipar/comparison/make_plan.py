@@ -238,6 +238,7 @@ class StrategyPlanner:
 
         yield from self.traced.assumed
         yield from self.traces.describe()
+        yield from self.traces.notes_on_experts()
         if not self.traced.even:
             yield UNEVEN
         if self.device == "cuda" and self.traces.compiled:

@@ -102,9 +102,9 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def restore_buffers(model: nn.Module, read: Read) -> None:
-    """Fill all buffers from `read`."""
-    for name, b in model.named_buffers():
+def restore_buffers(buffers: Iterable[tuple[str, Tensor]], read: Read) -> None:
+    """Fill buffers from `read`."""
+    for name, b in buffers:
         read.fill(b, name, "buffer", Region(0, b.numel()))
 
 

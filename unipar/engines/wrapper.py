@@ -339,7 +339,7 @@ class WrapperEngine(OptimizerEngine):
                         continue
                 for where, local in self.local_regions(name, value):
                     read.fill(local, name, kind, where)
-        restore_buffers(self.model, read)
+        restore_buffers(self.model.named_buffers(), read)
 
     @override
     @final

@@ -38,19 +38,26 @@ class ModelSize:
     matrices: int = 0
     """Those of them that are in matrices, which ranks of `tensor` split."""
 
-    def on_largest_rank(self, axes: Axes) -> int:
-        """Return how many parameters the rank holds that has most, before they are sharded over the data's ranks.
+    experts: int = 0
+    """Parameters in blocks that are stacked, which ranks of `expert` split if they are layers of experts."""
 
-        What lies outside the blocks counts whole: a stage of a pipeline may hold all of it.
+    def bytes_on_largest_rank(self, axes: Axes, each: int, shards: int) -> int:
+        """Return what the rank holds that has most, of `each` bytes a parameter that `shards` ranks of the data split.
+
+        What lies outside the blocks counts whole: a stage of a pipeline may hold all of it. Ranks with different
+        experts split these already.
         """
         if not self.blocks:
-            return ceil(self.parameters / (axes.tensor * axes.pipeline))
+            return ceil(self.parameters / (axes.tensor * axes.pipeline)) * each // shards
         share = ceil(self.blocks / axes.pipeline) / self.blocks
-        cut = self.in_blocks - self.matrices + self.matrices / axes.tensor
-        return self.parameters - self.in_blocks + ceil(cut * share)
+        experts = self.experts if axes.expert > 1 else 0
+        matrices = self.matrices - experts
+        cut = self.in_blocks - experts - matrices + matrices / axes.tensor
+        others = self.parameters - self.in_blocks + ceil(cut * share)
+        return others * each // shards + ceil(experts * share) * each // max(shards, axes.expert)
 
 
-BLOCK_SIZES: Final = ("blocks", "in_blocks", "matrices")
+BLOCK_SIZES: Final = ("blocks", "in_blocks", "matrices", "experts")
 """Fields of `ModelSize` that the run log's first event has if axes split the blocks."""
 
 
@@ -80,9 +87,11 @@ def estimate_kept_bytes(config: Config, ranks: int, model: ModelSize) -> dict[Ca
     if over == "machine":
         over = max(1, (config.ranks_of_machine(ranks) or ranks) // axes.ranks)
     among = over * axes.context  # ranks that split a sequence hold the same parameters
-    parameters, level = model.on_largest_rank(axes), SHARDS.index(config.parallel.shard)
+    level = SHARDS.index(config.parallel.shard)
     return {
-        category: parameters * number // (among if level >= SHARDS.index(_SHARDED_FROM[category]) else 1)
+        category: model.bytes_on_largest_rank(
+            axes, number, among if level >= SHARDS.index(_SHARDED_FROM[category]) else 1
+        )
         for category, number in each.items()
         if number
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from unipar.config import Config
@@ -104,23 +104,28 @@ def sent_by_fsdp2(
     axis: str = "data",
     axis_of_copies: str = "data",
     stride: int | None = None,
+    stride_of_shards: int = 1,
     passes: int = 1,
+    groups: Collection[int] | None = None,
 ) -> Iterator[CommVolume]:
     """Yield what FSDP2 sends in a step: parameters gathered and gradients summed up, of each group that has some.
 
     `axis`: name of the ranks over which the model is sharded. `copies`: number of such shardings, averaged along
     `axis_of_copies`, in which they are `stride` ranks apart (None: as many as a copy has). `passes`: times that a
-    microbatch goes through the rank, each of which gathers the rest.
+    microbatch goes through the rank, each of which gathers the rest. `groups`: those that are sharded alike, if not all
+    are, over ranks that are `stride_of_shards` apart.
     """
-    ranks, times = model.ranks, 1 if model.once else model.timeline.microbatches
-    gathers = [model.gathered[g] for g in (*model.order, *model.gathered_again)]
+    order = [g for g in model.order if groups is None or g in groups]
+    again = [g for g in model.gathered_again if g in order]
+    ranks, times = model.ranks_in(order[0]) if order else 1, 1 if model.once else model.timeline.microbatches
+    gathers = [model.gathered[g] for g in (*order, *again)]
     if not model.once:
-        gathers += (passes - 1) * [model.gathered[g] for g in (*model.order, *model.gathered_again) if g < 0]
-    reduces = [size for size in model.gradient_bytes.values() if size]
+        gathers += (passes - 1) * [model.gathered[g] for g in (*order, *again) if g < 0]
+    reduces = [size for g in order if (size := model.gradient_bytes[g])]
     if ranks > 1:
-        yield CommVolume(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks)
-        yield CommVolume(axis, "reduce_scatter", times * sum(reduces), times * len(reduces), ranks)
-    if copies > 1:
+        yield CommVolume(axis, "all_gather", times * sum(gathers), times * len(gathers), ranks, stride_of_shards)
+        yield CommVolume(axis, "reduce_scatter", times * sum(reduces), times * len(reduces), ranks, stride_of_shards)
+    if copies > 1 and reduces:
         size, calls = times * sum(reduces) // ranks, times * len(reduces)
         yield CommVolume(axis_of_copies, "all_reduce", size, calls, copies, stride or ranks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from math import ceil, prod
 from typing import Final
@@ -39,21 +39,33 @@ class ShardedModel:
     in_copies: bool = False
     """True if the mesh has a dimension of copies, be it of one: what was reduced is then kept until backward ends."""
 
+    ranks_of_groups: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Ranks of groups that are sharded over fewer than the others, by number of the block."""
+
+    def ranks_in(self, group: int) -> int:
+        """Return over how many ranks a group is sharded."""
+        return self.ranks_of_groups.get(group, self.ranks)
+
+    def copies_what_is_sent(self, group: int) -> bool:
+        """Return whether a group's collectives copy what they send."""
+        return self.staged and self.ranks_in(group) > 1
+
+    def padded(self, p: PredictedParameter) -> int:
+        """Return the elements of a parameter with its first dimension made a multiple of the ranks of its group."""
+        return padded_elements(p, self.ranks_in(p.block))
+
     @cached_property
     def gathered(self) -> Mapping[int, int]:
         """Bytes of a group as it computes, by number of its block."""
         sizes = dict.fromkeys(self._groups, 0)
         for p in self.timeline.parameters:
-            sizes[p.block] += padded_elements(p, self.ranks) * (COMPUTING_BYTES if self.masters else p.element_size)
+            sizes[p.block] += self.padded(p) * (COMPUTING_BYTES if self.masters else p.element_size)
         return sizes
 
     @cached_property
     def gradient_bytes(self) -> Mapping[int, int]:
         """Bytes of the whole gradients of a group as they are summed up over ranks: of all that the loss uses."""
-        return {
-            group: sum(padded_elements(p, self.ranks) * p.element_size for _, p in self.used_in(group))
-            for group in self._groups
-        }
+        return {group: sum(self.padded(p) * p.element_size for _, p in self.used_in(group)) for group in self._groups}
 
     @property
     def _groups(self) -> Sequence[int]:
@@ -158,27 +170,32 @@ class ShardedModel:
 
     def sent_with(self, group: int) -> Mapping[str, int]:
         """Return what is there while a group is gathered, by name."""
-        sizes = {"all-gather": self.gathered[group]} if self.ranks > 1 else {}
-        if self.staged:
+        ranks = self.ranks_in(group)
+        sizes = {"all-gather": self.gathered[group]} if ranks > 1 else {}
+        if self.copies_what_is_sent(group):
             sizes["staged"] = self.gathered[group]
-        if self.masters and self.ranks > 1:
-            sizes["shards in bf16"] = self.gathered[group] // self.ranks
+        if self.masters and ranks > 1:
+            sizes["shards in bf16"] = self.gathered[group] // ranks
         if self.offloaded:
             own = [self.bytes_of_shard(p) for p in self.timeline.parameters if p.block == group]
             moved = max(own, default=0) if self.masters else sum(own)  # one after the other is cast to bf16
             sizes["shards, from the host"] = moved
         return sizes
 
+    def elements_of_shard(self, p: PredictedParameter) -> int:
+        """Return the elements of the largest share of a parameter."""
+        return self.padded(p) // self.ranks_in(p.block)
+
     def bytes_of_shard(self, p: PredictedParameter) -> int:
         """Return the bytes of a rank's share of a parameter, or of its gradient."""
-        return padded_elements(p, self.ranks) // self.ranks * p.element_size
+        return self.elements_of_shard(p) * p.element_size
 
     def cast_alone(self, group: int) -> int:
         """Return the bytes by which a rank without others needs more for a moment: it casts one by one, and keeps two.
 
         Nothing is gathered there: a parameter gets its memory, and is filled from a cast copy.
         """
-        if self.ranks > 1 or not self.masters:
+        if self.ranks_in(group) > 1 or not self.masters:
             return 0
         members = in_order_of_modules([p for p in self.timeline.parameters if p.block == group])
         sizes = [p.numel * COMPUTING_BYTES for p in members]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from unipar.prediction.fsdp2_groups import COMPUTING_BYTES, ShardedModel, padded_elements
+from unipar.prediction.fsdp2_groups import COMPUTING_BYTES, ShardedModel
 from unipar.prediction.terms import pinned_bytes
 from unipar.prediction.timeline import PredictedParameter, Term
 
@@ -75,9 +75,9 @@ def reduce_block(model: ShardedModel, last: LastReductions, group: int) -> Itera
         return
     finish, leave = (timeline.at("backward", what, group) for what in ("finish", "leave"))
     reduced = finish if _reduces_late(model, group) else leave
-    behind = next((g for g in reversed(model.order) if 0 <= g < group and g not in last.groups), None)
-    if behind is not None:
-        until = timeline.at("backward", "finish", behind)
+    ends = [timeline.at("backward", "finish", g) for g in model.order if g >= 0 and g not in last.groups]
+    if later := [end for end in ends if end > finish]:
+        until = min(later)
     else:
         until = timeline.at("backward", "finish") if last.groups else timeline.at("update")
     yield from _whole_gradients(model, group, reduced, finish)
@@ -91,14 +91,14 @@ def _sent(model: ShardedModel, group: int, first: int, leave: int, until: int) -
     yield Term("communication", f"{name} reduce-scatter", full_bytes, first, until)
     late = _reduces_late(model, group)
     if late:
-        staged = full_bytes if model.staged else 0
+        staged = full_bytes if model.copies_what_is_sent(group) else 0
         yield Term("communication", f"{name} reduce-scatter staged", staged, first, leave)
         yield Term("gradients", f"{name}, last not reduced", _bytes_of_last(model, group), first, leave)
     if not late and (padded := _bytes_of_padded(model, group)):
         yield Term("communication", f"{name} padded", padded, first, leave)
     if model.reduced_before or model.offloaded:  # what is offloaded is on the device until it has moved
         end = model.timeline.at("update") if model.in_copies else leave
-        yield Term("communication", f"{name} reduced", full_bytes // model.ranks, first if late else leave, end)
+        yield Term("communication", f"{name} reduced", _bytes_of_share(model, group), first if late else leave, end)
 
 
 def _reduces_late(model: ShardedModel, group: int) -> bool:
@@ -111,27 +111,27 @@ def _bytes_of_padded(model: ShardedModel, group: int) -> int:
 
     As it casts them, it copies each once more.
     """
-    if not model.staged:
+    if not model.copies_what_is_sent(group):
         return 0
-    sizes = [(padded_elements(p, model.ranks) * _bytes_of_element(model, p), p) for _, p in model.used_in(group)]
+    sizes = [(model.padded(p) * _bytes_of_element(model, p), p) for _, p in model.used_in(group)]
     cast = max((size for size, _ in sizes), default=0) if model.masters and not model.summed_before else 0
-    return cast + sum(size for size, p in sizes if p.shape[0] % model.ranks)
+    return cast + sum(size for size, p in sizes if p.shape[0] % model.ranks_in(group))
 
 
 def _bytes_of_reduced(model: ShardedModel, group: int) -> int:
     """Return the bytes of a group's share, and of what is there beside it for a moment."""
-    staged = model.gradient_bytes[group] if model.staged else 0
+    staged = model.gradient_bytes[group] if model.copies_what_is_sent(group) else 0
     return _bytes_of_share(model, group) + staged + _bytes_of_last(model, group)
 
 
 def _bytes_of_last(model: ShardedModel, group: int) -> int:
     """Return the bytes of the gradient that FSDP2 still names as it reduces the group: the last one."""
-    last = None if model.ranks == 1 else model.last_used_in(group)
+    last = None if model.ranks_in(group) == 1 else model.last_used_in(group)
     return 0 if last is None else last.numel * _bytes_of_element(model, last)
 
 
 def _bytes_of_share(model: ShardedModel, group: int) -> int:
-    return model.gradient_bytes[group] // model.ranks
+    return model.gradient_bytes[group] // model.ranks_in(group)
 
 
 def _local_batches(model: ShardedModel, group: int, reduced: int) -> Iterator[Term]:

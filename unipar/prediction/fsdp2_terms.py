@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from unipar.prediction.fsdp2_groups import ShardedModel, padded_elements
+from unipar.prediction.fsdp2_groups import ShardedModel
 from unipar.prediction.fsdp2_reductions import LastReductions, reduce_block
 from unipar.prediction.terms import buffer_terms, norm_terms, pinned_bytes, state_terms, update_terms
 from unipar.prediction.timeline import Term, UpdatedTensor
@@ -29,7 +29,7 @@ def predict_sharded(model: ShardedModel, *, norm_in_fp64: bool = False) -> Itera
         size = pinned_bytes(model.bytes_of_shard(p)) if model.offloaded else model.bytes_of_shard(p)
         yield Term("parameters", p.name, size, place=model.home)
         if p.trained:
-            states = state_terms(timeline, p, padded_elements(p, model.ranks) // model.ranks)
+            states = state_terms(timeline, p, model.elements_of_shard(p))
             yield from (replace(term, place=model.home) for term in states)
             if not timeline.has_gradient(number):
                 name = f"{p.name}, filled with zeros"
@@ -47,14 +47,17 @@ def predict_sharded(model: ShardedModel, *, norm_in_fp64: bool = False) -> Itera
 def _shards(model: ShardedModel) -> Sequence[UpdatedTensor]:
     """Return what the optimizer of the rank with the largest shards updates."""
     trained = [p for p in model.timeline.parameters if p.trained]
-    return [UpdatedTensor((-(-p.shape[0] // model.ranks), *p.shape[1:]), p.element_size, p.group) for p in trained]
+    return [
+        UpdatedTensor((-(-p.shape[0] // model.ranks_in(p.block)), *p.shape[1:]), p.element_size, p.group)
+        for p in trained
+    ]
 
 
 def _gathered_in_forward(model: ShardedModel, last: LastReductions) -> Iterator[Term]:
     """Yield what forward gathers: an output of the collective stays until the next group has been copied out."""
     timeline = model.timeline
     output: tuple[str, int, int] | None = None
-    for group in sorted(model.order):
+    for group in sorted(model.order, key=lambda g: (g >= 0, timeline.at("forward", "reach", g))):
         name, size = model.name(group), model.gathered[group]
         freed = timeline.at("backward") if group < 0 else timeline.at("forward", "leave", group)
         until = freed if model.is_freed(group) else _freed_in_backward(model, last, group)

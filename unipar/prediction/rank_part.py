@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,7 +22,13 @@ class RankPart(ABC):
 
     model: nn.Module
     blocks: Sequence[str]
-    """Names of the blocks that this rank has."""
+    """Names of the blocks that this rank has; layers of experts in one come before it."""
+
+    experts_of_blocks: frozenset[str] = frozenset()
+    """Names of those that are layers of experts, of which ranks of the data have different ones."""
+
+    routing: Literal["even", "worst"] = "even"
+    """Rows that the rank's experts get: as many as it sends, or those of all ranks."""
 
     mesh: Mesh
     """Mesh of the ranks that train on the same samples, with this one's seat."""

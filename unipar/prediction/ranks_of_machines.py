@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from unipar.config import Config
+from unipar.config.sections.strategy import EXPERT_AXIS
 from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.mesh import MESH_AXES, Mesh
 from unipar.distributed.world_machines import WorldMachines
@@ -59,7 +60,8 @@ def _spans(axis: str, ranks: int, stride: int, world: int, per: int, sizes: tupl
     """Return for each rank of the world whether its group is on several machines."""
     tensor, pipeline, context = sizes
     mesh = Mesh.of(0, world, tensor=tensor, pipeline=pipeline, context=context)
-    axes = [name for name in axis.split(" x ") if name in MESH_AXES] or MESH_AXES
+    names = axis.replace(EXPERT_AXIS, "data").split(" x ")  # its ranks are neighbours along the data
+    axes = [name for name in names if name in MESH_AXES] or MESH_AXES
     spans = [False] * world
     covered: set[int] = set()
     for rank in range(world):

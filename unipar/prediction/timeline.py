@@ -173,6 +173,9 @@ class StepTimeline:
     averages: bool = False
     """True if trained weights are averaged (`train.ema`)."""
 
+    experts: frozenset[int] = frozenset()
+    """Numbers of the blocks that are layers of experts, of which ranks of the data have different ones."""
+
     turn: TurnOfStep | None = None
     """Which microbatch it is, in a pipeline; None: the last, and all of the others have ended."""
 

@@ -372,7 +372,8 @@ def _count_in_blocks(module: nn.Module, blocks: Sequence[str]) -> dict[str, int]
     named = {id(p): p for block in blocks for p in module.get_submodule(block).parameters()}
     sizes = [(p.ndim, p.numel()) for p in named.values()]
     matrices = sum(size for ndim, size in sizes if ndim > 1)
-    return {"blocks": len(blocks), "in_blocks": sum(size for _, size in sizes), "matrices": matrices}
+    stacked = sum(size for ndim, size in sizes if ndim == 3)
+    return {"blocks": len(blocks), "in_blocks": sum(s for _, s in sizes), "matrices": matrices, "experts": stacked}
 
 
 def _compute_nothing(model: nn.Module, inputs: None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, Literal, cast, final
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,10 @@ def _send(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dis
     return out
 
 
+AssumedRouting = Literal["even", "worst"]
+"""Way of rows in a model without values: each rank gets as many as it sends, or this one gets those of all ranks."""
+
+
 @final
 @dataclass(frozen=True)
 class Exchange:
@@ -59,6 +63,21 @@ class Exchange:
         dist.all_to_all_single(theirs, counts, group=group)
         sent, received = torch.stack([counts, theirs]).view(2, ranks, own).sum(2).tolist()
         experts = torch.arange(own, device=counts.device).repeat(ranks).repeat_interleave(theirs)
+        return cls(group, experts, sent, received)
+
+    @classmethod
+    def assumed(
+        cls, routing: AssumedRouting, rows: int, own: int, group: dist.ProcessGroup, device: torch.device
+    ) -> Exchange:
+        """Return the exchange of rows whose experts are not known, on a rank with `own` of them."""
+        ranks = group.size()
+        counts = torch.empty(own * ranks, dtype=torch.int64, device=device)
+        dist.all_to_all_single(torch.empty_like(counts), counts, group=group)
+        if routing == "even":
+            sent = received = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        else:
+            sent, received = [rows, *[0] * (ranks - 1)], [rows] * ranks
+        experts = torch.arange(sum(received), dtype=torch.int64, device=device).remainder_(own)
         return cls(group, experts, sent, received)
 
     def there(self, rows: Tensor) -> Tensor:

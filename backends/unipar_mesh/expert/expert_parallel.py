@@ -9,36 +9,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unipar_mesh.expert.exchange import Exchange
+from unipar_mesh.expert.exchange import AssumedRouting, Exchange
 from unipar_mesh.expert.expert_layer import ExpertLayer, arguments_at, with_arguments
 from unipar_mesh.expert.listed_experts import ExpertCalls, ListedExperts
+from unipar_mesh.tensor.tensor_parallel import Undo
 
 
-def arm_experts(model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup) -> None:
-    """Let a layer, of which this rank has its own experts' parameters, compute with those of all ranks of a group."""
+def arm_experts(
+    model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, *, assumed: AssumedRouting | None = None
+) -> Undo:
+    """Let a layer, of which this rank has its own experts' parameters, compute with those of all ranks of a group.
+
+    Return what takes that back. `assumed`: where rows go in a model without values.
+    """
     if layer.kind == "stacked":
-        _arm_stacked(model.get_submodule(layer.name), layer, group)
+        module, inner = model.get_submodule(layer.name), ""
     else:
         parent, _, inner = layer.name.rpartition(".")
-        _arm_list(model.get_submodule(parent), inner, layer, group)
+        module = model.get_submodule(parent)
+    before = {name: vars(module).get(name) for name in ("forward", *layer.counts)}
+    if layer.kind == "stacked":
+        _arm_stacked(module, layer, group, assumed)
+    else:
+        _arm_list(module, inner, layer, group, assumed)
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+    return undo
 
 
-def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup) -> None:
+def _arm_stacked(
+    module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None
+) -> None:
+    own = layer.experts // group.size()
     for name in layer.counts:
-        setattr(module, name, layer.experts // group.size())
+        setattr(module, name, own)
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         rows, numbers, weights = arguments_at(layer.places, args, kwargs)
         slots = numbers.shape[1]
         expert, order = numbers.reshape(-1).sort(stable=True)
-        exchange = Exchange.of(torch.bincount(expert, minlength=layer.experts), group)
+        if assumed is None:
+            exchange = Exchange.of(torch.bincount(expert, minlength=layer.experts), group)
+        else:
+            exchange = Exchange.assumed(assumed, len(order), own, group, order.device)
         sent = exchange.there(rows[order // slots])
         weight = exchange.there(weights.reshape(-1)[order])
         idle = len(sent) == 0  # its parameters need gradients all the same, and libraries a forward
         mine = (_one_row(sent), exchange.experts.new_zeros(1), _one_row(weight)) if idle else None
-        given, own, scale = mine or (sent, exchange.experts, weight)
-        changed, named = with_arguments(layer.places, (given, own[:, None], scale[:, None]), args, kwargs)
+        given, chosen, scale = mine or (sent, exchange.experts, weight)
+        changed, named = with_arguments(layer.places, (given, chosen[:, None], scale[:, None]), args, kwargs)
         out = inner(*changed, **named)
         back = exchange.back(out[:0] if idle else out)
         return back[_inverse(order)].view(-1, slots, back.shape[-1]).sum(1).to(rows.dtype)
@@ -46,7 +72,9 @@ def _arm_stacked(module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup
     module.forward = forward
 
 
-def _arm_list(module: nn.Module, inner: str, layer: ExpertLayer, group: dist.ProcessGroup) -> None:
+def _arm_list(
+    module: nn.Module, inner: str, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None
+) -> None:
     experts: Any = getattr(module, inner)
     own = layer.own(group.rank(), group.size())
     listed = ListedExperts(module, inner, ExpertCalls(experts))
@@ -55,7 +83,10 @@ def _arm_list(module: nn.Module, inner: str, layer: ExpertLayer, group: dist.Pro
         like = next(iter(given.values()))[:0]
         parts = [given.get(number, like) for number in range(layer.experts)]
         numbers = [len(part) for part in parts]
-        exchange = Exchange.of(torch.tensor(numbers, device=like.device), group)
+        if assumed is None:
+            exchange = Exchange.of(torch.tensor(numbers, device=like.device), group)
+        else:
+            exchange = Exchange.assumed(assumed, sum(numbers), len(own), group, like.device)
         order = exchange.experts.argsort(stable=True)
         rows = exchange.there(torch.cat(parts))[order]
         outputs: list[Tensor] = []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from unipar.backend import Fn, Part
 from unipar.errors import TaskError
@@ -64,6 +66,62 @@ def find_experts(part: Part, batch: Any, ranks: int) -> list[ExpertLayer]:
                 _note(search, name, _try_stacked(module, name, call, ranks))
     _refuse_failed(search, ranks, named)
     return search.layers
+
+
+def find_experts_without_values(part: Part, batch: Any, ranks: int) -> list[ExpertLayer]:
+    """Return the layers of experts of a model without values, by the shapes of their calls: nothing is tried.
+
+    They do not run, and return their rows. Lists of equal modules get rows by value: raise TaskError if there are only
+    these.
+    """
+    assert part.loss is not None
+    model, fn, named = part.module, part.loss, part.experts
+    _refuse_unknown(model, named)
+    search = ExpertSearch()
+    candidates = _candidates(model, part.blocks, named)
+    names = [n for n in candidates if _stacked(model.get_submodule(n)) is not None]
+    if candidates and not names:
+        raise TaskError(
+            f"plan: the experts of {candidates[0]} are a list of modules, which get their rows by value, and a plan "
+            "under parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
+        )
+    before = {name: vars(model.get_submodule(name)).get("forward") for name in names}
+    with unchanged(model, fn), torch.no_grad():
+        for name in names:
+            module = model.get_submodule(name)
+            module.forward = partial(_note_call, search, module, name, ranks, module.forward)
+        try:
+            fn(model, batch)
+        finally:
+            for name, forward in before.items():
+                module = model.get_submodule(name)
+                if forward is None:
+                    del module.forward
+                else:
+                    module.forward = forward
+    _refuse_failed(search, ranks, named)
+    return search.layers
+
+
+def _note_call(
+    search: ExpertSearch, module: nn.Module, name: str, ranks: int, forward: Fn, *args: Any, **kwargs: Any
+) -> Any:
+    """Return the rows of a call if they are those of a layer of experts, which is noted; else what the module does."""
+    experts = _stacked(module)
+    assert experts is not None
+    places = _places_of_arguments(experts, args, kwargs)
+    out = forward(*args, **kwargs) if isinstance(places, str) else arguments_at(places, args, kwargs)[0].clone()
+    if name in search.others or any(layer.name == name for layer in search.layers):
+        return out
+    if isinstance(places, str):
+        _note(search, name, places)
+    elif experts % ranks:
+        _note(search, name, _not_divided(experts, ranks))
+    else:
+        counts = _counts(module, experts)
+        by_name = tuple(k for k in counts if "expert" in k.lower())
+        _note(search, name, ExpertLayer(name, "stacked", experts, places, by_name or counts))
+    return out
 
 
 def _candidates(model: nn.Module, blocks: Sequence[str], named: Sequence[str] | None) -> list[str]:
@@ -152,7 +210,7 @@ def _try_stacked(module: nn.Module, name: str, call: _Call, ranks: int) -> Exper
         return places
     if experts % ranks:
         return _not_divided(experts, ranks)
-    counts = tuple(k for k, v in vars(module).items() if type(v) is int and v == experts)
+    counts = _counts(module, experts)
     by_name = tuple(k for k in counts if "expert" in k.lower())
     off = torch.inf
     for attributes in dict.fromkeys((counts, by_name, ())):
@@ -166,9 +224,25 @@ def _try_stacked(module: nn.Module, name: str, call: _Call, ranks: int) -> Exper
     )
 
 
+def _counts(module: nn.Module, experts: int) -> tuple[str, ...]:
+    return tuple(k for k, v in vars(module).items() if type(v) is int and v == experts)
+
+
 def _places(experts: int, call: _Call) -> PlacesOfExpertCall | str:
     """Return where rows, numbers of experts and their weights are among the arguments, or why they are not there."""
-    given = {**dict(enumerate(call.args)), **call.kwargs}
+    places = _places_of_arguments(experts, call.args, call.kwargs)
+    if isinstance(places, str):
+        return places
+    rows, numbers, _ = arguments_at(places, call.args, call.kwargs)
+    if not isinstance(call.out, Tensor):
+        return f"it is not called with rows and a weight for each of {numbers.shape[1]} experts of a row"
+    if call.out.shape != rows.shape:
+        return f"it returns {tuple(call.out.shape)} for rows of {tuple(rows.shape)}"
+    return places
+
+
+def _places_of_arguments(experts: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlacesOfExpertCall | str:
+    given = {**dict(enumerate(args)), **kwargs}
     tensors: dict[PlaceInCall, Tensor] = {place: value for place, value in given.items() if isinstance(value, Tensor)}
     numbers = [place for place, t in tensors.items() if _are_numbers(t, experts)]
     if len(numbers) != 1 or len(tensors) != 3:
@@ -179,17 +253,15 @@ def _places(experts: int, call: _Call) -> PlacesOfExpertCall | str:
     rows = [k for k in tensors if k not in numbers and k not in weights[:1]]
     if len(weights) == 2:  # as wide as experts are chosen: the last of them is the weights
         weights, rows = weights[1:], weights[:1]
-    if len(weights) != 1 or not isinstance(call.out, Tensor) or tensors[rows[0]].ndim != 2:
+    if len(weights) != 1 or tensors[rows[0]].ndim != 2:
         return f"it is not called with rows and a weight for each of {chosen[1]} experts of a row"
-    if call.out.shape != tensors[rows[0]].shape:
-        return f"it returns {tuple(call.out.shape)} for rows of {tuple(tensors[rows[0]].shape)}"
     return rows[0], numbers[0], weights[0]
 
 
 def _are_numbers(t: Tensor, experts: int) -> bool:
     """Return whether a tensor can be the numbers of the experts of each row."""
     whole = t.ndim == 2 and t.numel() > 0 and not t.is_floating_point() and t.dtype != torch.bool
-    return whole and int(t.min()) >= 0 and int(t.max()) < experts
+    return whole and (isinstance(t, FakeTensor) or (int(t.min()) >= 0 and int(t.max()) < experts))
 
 
 def _difference_by_seats(module: nn.Module, layer: ExpertLayer, call: _Call, ranks: int) -> float:

@@ -77,6 +77,7 @@ def predict_mesh(
         reshard_rest=parallel.shard == "parameters" and reshard_rest,
         once=parallel.shard in ("nothing", "optimizer"),
         in_copies=in_copies,
+        ranks_of_groups=dict.fromkeys(timeline.experts, _ranks_of_experts(config, mesh)),
     )
     traffic += sent_by_fsdp2(
         model,
@@ -85,7 +86,9 @@ def predict_mesh(
         axis_of_copies=_axis(mesh, alike[::shards]),
         stride=max(1, shards // mesh.sizes["context"]),
         passes=axes.pieces,
+        groups=[g for g in model.order if g not in timeline.experts],
     )
+    traffic += _sent_for_experts(model, mesh, _ranks_of_experts(config, mesh))
     return Prediction(tuple(predict_sharded(model, norm_in_fp64=fp64)), tuple(traffic), built)
 
 
@@ -111,6 +114,30 @@ def _ranks_of_a_copy(config: Config, mesh: Mesh) -> int:
     over = config.parallel.shard_over or mesh.sizes["data"]
     assert over != "machine"  # a plan gives a number
     return over * mesh.sizes["context"]
+
+
+def _ranks_of_experts(config: Config, mesh: Mesh) -> int:
+    """Return over how many ranks of data and context FSDP2 shards one copy of a rank's experts."""
+    if config.parallel.shard == "nothing":
+        return 1
+    over = config.parallel.shard_over or mesh.sizes["data"]
+    assert over != "machine"
+    return max(1, over // mesh.expert) * mesh.sizes["context"]
+
+
+def _sent_for_experts(model: ShardedModel, mesh: Mesh, shards: int) -> Iterator[CommVolume]:
+    """Yield what FSDP2 sends of the experts, among the ranks that have the same ones."""
+    data, context = range(0, mesh.sizes["data"], mesh.expert), range(mesh.sizes["context"])
+    same = [mesh.rank_at(data=d, context=c) for d in data for c in context]
+    yield from sent_by_fsdp2(
+        model,
+        len(same) // shards,
+        axis=_axis(mesh, same[:shards]),
+        axis_of_copies=_axis(mesh, same[::shards]),
+        stride=mesh.expert * max(1, shards // mesh.sizes["context"]),
+        stride_of_shards=mesh.expert if mesh.sizes["context"] == 1 else 1,
+        groups=model.timeline.experts,
+    )
 
 
 def _axis(mesh: Mesh, ranks: range | list[int]) -> str:

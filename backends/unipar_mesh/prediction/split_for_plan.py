@@ -16,10 +16,14 @@ from unipar.backend import Fn, Part
 from unipar.config import Config
 from unipar.config.sections.strategy import Axes
 from unipar.distributed.mesh import Mesh, MeshGroups, fake_groups
+from unipar.engines.batch_transfer import map_tensors
 from unipar.engines.placement import direct_parameters
 from unipar.prediction.rank_part import RankPart
 from unipar_mesh.context import SequenceSplit
 from unipar_mesh.context.spread_attention import Choice
+from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
+from unipar_mesh.expert.expert_parallel import arm_experts
+from unipar_mesh.expert.find_experts import find_experts_without_values
 from unipar_mesh.look_at_model import names_in_several, without_frozen_models
 from unipar_mesh.options import MeshOptions
 from unipar_mesh.pipeline.stage import Stage
@@ -40,14 +44,19 @@ class MeshPart(RankPart):
     def __init__(self, part: Part, axes: Axes, split: ModelSplit, stage: int, before: MeshPart | None) -> None:
         """Take a stage of the pipeline, and the part that was traced before it, whose hidden states arrive."""
         self.model, self.stage = part.module, stage
-        seat = Mesh.of(0, axes.ranks, **axes.sizes).rank_at(pipeline=stage % axes.pipeline)
-        self.mesh = Mesh.of(seat, axes.ranks, **axes.sizes)
+        ranks = axes.ranks * axes.expert
+        seat = Mesh.of(0, ranks, **axes.sizes).rank_at(pipeline=stage % axes.pipeline)
+        self.mesh = Mesh.of(seat, ranks, **axes.sizes)
         self.halves = axes.schedule == "zerobubble"
         self._axes, self._split, self._before = axes, split, before
-        self.blocks, self.stages_of = split.blocks, {}
+        self.own_blocks, self.stages_of = split.blocks, {}
         if (stages := split.stages) is not None:
             self.stages_of = {name: len(several) for name, several in names_in_several(stages.needs_of_ranks)}
-            self.blocks = stages.blocks[stages.cuts[stage] : stages.cuts[stage + 1]]
+            self.own_blocks = stages.blocks[stages.cuts[stage] : stages.cuts[stage + 1]]
+        inside = tuple(f"{name}." for name in self.own_blocks)
+        self.experts = [layer for layer in split.experts if f"{layer.name}.".startswith(inside)]
+        self.blocks = blocks_and_experts(self.own_blocks, [layer.name for layer in self.experts])
+        self.experts_of_blocks = frozenset(layer.name for layer in self.experts)
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | PieceFlow | None = None
         self._way: Choice = split.options.attention
@@ -97,7 +106,7 @@ class MeshPart(RankPart):
         assert self._groups is not None
         split = self._split
         with ExitStack() as undo:
-            for name in self.blocks:
+            for name in self.own_blocks:
                 block = self.model.get_submodule(name)
                 if (plan := split.plans.get(name)) is None:
                     continue
@@ -107,6 +116,8 @@ class MeshPart(RankPart):
                     undo.callback(join_before(block))
             if split.vocabulary is not None:
                 undo.callback(arm_vocabulary(self.model, split.vocabulary, self._groups.group("tensor")))
+            for layer in self.experts:
+                undo.callback(arm_experts(self.model, layer, self._groups.experts(), assumed=self.routing))
             stage = self._stage()
             self._split_sequence(self._groups, stage, undo)
             if stage is not None:
@@ -135,7 +146,7 @@ class MeshPart(RankPart):
         """Cut sequences over the ranks of context, as the engine does."""
         if self._axes.context == 1:
             return
-        own, every = list(self.blocks), self._split.blocks
+        own, every = list(self.own_blocks), self._split.blocks
         first, last = own[0] == every[0], own[-1] == every[-1]
         split = SequenceSplit(
             self.model, own, groups.group("context"), enters=first, leaves=last, attention=self._way, examines=False
@@ -177,6 +188,11 @@ class MeshPart(RankPart):
             self._flow.forget()
 
 
+def blocks_and_experts(blocks: Sequence[str], experts: Sequence[str]) -> Sequence[str]:
+    """Return the modules that FSDP2 has in groups, in the order in which a forward leaves them."""
+    return [name for block in blocks for name in (*(e for e in experts if e.startswith(f"{block}.")), block)]
+
+
 @dataclass(frozen=True)
 class TensorLibrary:
     """Way in which a library computes with parts of matrices."""
@@ -202,26 +218,35 @@ class ModelSplit:
         self.options, self.library = options, library
         axes, batch = config.parallel.axes, part.sample()
         self.blocks = without_frozen_models(part.module, part.blocks)
+        mode = cast("Any", next(part.module.parameters())).fake_mode
+        self.experts: Sequence[ExpertLayer] = ()
+        if axes.expert > 1:
+            with mode:
+                fake_batch = map_tensors(batch, mode.from_tensor)
+                self.experts = find_experts_without_values(part, fake_batch, axes.expert)
         self.plans: Mapping[str, BlockPlan] = {}
         self.vocabulary: Vocabulary | None = None
         if axes.tensor > 1:
-            self.plans = derive_model_plan(
-                part.module,
-                self.blocks,
-                part.loss,
-                batch,
-                axes.tensor,
-                part.tensor,
-                library.left_whole,
-                sequence=axes.sequence,
-            ).blocks
+            with experts_left_out(part.module, self.experts):
+                self.plans = derive_model_plan(
+                    part.module,
+                    self.blocks,
+                    part.loss,
+                    batch,
+                    axes.tensor,
+                    part.tensor,
+                    library.left_whole,
+                    sequence=axes.sequence,
+                ).blocks
             refuse_empty_plans(axes.tensor, self.plans.values(), part.blocks)
             if options.vocabulary == "split":
                 self.vocabulary = find_vocabulary(part.module, part.blocks, axes.tensor)
-        self.cuts: Mapping[str, ParameterCut] = cuts_of_model(part.module, self.plans, self.vocabulary, axes.tensor)
+        self.cuts: Mapping[str, ParameterCut] = {
+            **cuts_of_model(part.module, self.plans, self.vocabulary, axes.tensor),
+            **cuts_of_experts(part.module, self.experts, axes.expert),
+        }
         self.stages: PlannedStages | None = None
         if axes.pipeline > 1:
-            mode = cast("Any", next(part.module.parameters())).fake_mode
             self.stages = plan_stages(part, self.blocks, axes, batch, mode)
 
 

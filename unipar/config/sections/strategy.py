@@ -31,7 +31,8 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zerobubble"]
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "gpipe", "interleaved", "zerobubble")
 
-AXES = ("tensor", "pipeline", "context", "expert")
+EXPERT_AXIS = "expert"
+AXES = ("tensor", "pipeline", "context", EXPERT_AXIS)
 """Ways of splitting one copy's work among ranks: those of `expert` train on different samples, all others on the same.
 """
 

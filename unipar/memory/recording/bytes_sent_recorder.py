@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from unipar.config.sections.strategy import EXPERT_AXIS
+from unipar.distributed.mesh import Mesh
 from unipar.distributed.world_machines import WorldMachines
 from unipar.memory.account import ALL_RANKS, UNKNOWN_AXIS
 
@@ -74,6 +76,7 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self, traffic: Traffic, mesh: AxesOfRanks, machines: WorldMachines | None = None) -> None:
         super().__init__()
         self._traffic, self._mesh, self._machines = traffic, mesh, machines
+        self._has_experts = isinstance(mesh, Mesh) and mesh.expert > 1
         self.calls: Counter[tuple[str, str]] = Counter()
         """Number of calls by axis and collective."""
 
@@ -96,9 +99,11 @@ class CollectiveCounter(TorchDispatchMode):
         kind = collective_of(func._schema.name)
         if kind is not None and (group := self._group(func._schema, args, kwargs or {})).axis is not None:
             size = bytes_of_call(args, out)
-            self._traffic[group.axis, kind] += size
+            to_experts = self._has_experts and (group.axis, kind) == ("data", "all_to_all")  # all others send no rows
+            axis = EXPERT_AXIS if to_experts else group.axis
+            self._traffic[axis, kind] += size
             self.across += size if group.across else 0
-            self.calls[group.axis, kind] += 1
+            self.calls[axis, kind] += 1
         return out
 
     def _group(self, schema: Any, args: Any, kwargs: Any) -> _Group:

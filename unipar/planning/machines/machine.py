@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from unipar.config import Precision, Section
 from unipar.config.config_file import read_yaml_file
-from unipar.config.sections.strategy import Axes
+from unipar.config.sections.strategy import EXPERT_AXIS, Axes
 from unipar.config.validation_errors import join_mistakes, list_section_mistakes
 from unipar.errors import ConfigError
 from unipar.planning.machines.device_peaks import CLASS_OF_PRECISION, ArithmeticClass, find_device_peaks
@@ -126,7 +126,8 @@ def _distance(axes: Axes, axis: str, world: int) -> int:
     """Return how far apart in the order of ranks two neighbours along an axis are; tensor's are beside each other."""
     sizes = {"tensor": axes.tensor, "context": axes.context, "data": world // axes.ranks, "pipeline": axes.pipeline}
     names = list(sizes)
-    first = min((names.index(name) for name in axis.split(" x ") if name in names), default=0)
+    along = axis.replace(EXPERT_AXIS, "data").split(" x ")  # its ranks are neighbours along the data
+    first = min((names.index(name) for name in along if name in names), default=0)
     return prod(list(sizes.values())[:first])
 
 

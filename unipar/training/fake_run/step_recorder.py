@@ -390,6 +390,11 @@ def _popper(modules: list[str]) -> Any:
 
 
 def owners_of_parameters(model: nn.Module, blocks: Sequence[str]) -> Mapping[str, int]:
-    """Return the number of the block in which a parameter is, by its name."""
+    """Return the number of the first block in which a parameter is, by its name."""
     starts = [(f"{name}.", number) for number, name in enumerate(blocks)]
-    return {name: number for name, _ in model.named_parameters() for start, number in starts if name.startswith(start)}
+    owners: dict[str, int] = {}
+    for start, number in starts:
+        for name, _ in model.named_parameters():
+            if name.startswith(start):
+                owners.setdefault(name, number)
+    return owners

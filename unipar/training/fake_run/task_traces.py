@@ -13,6 +13,7 @@ from torch import nn
 from unipar.backend import Backend, Part, registry
 from unipar.backend.precision import autocast_dtype
 from unipar.config import BatchSizes, Config
+from unipar.config.sections.strategy import Axes
 from unipar.config.settled import SettledConfig
 from unipar.data.lengths import TokenRows
 from unipar.model.without_values import explain_values
@@ -23,7 +24,7 @@ from unipar.planning.speed import StepSpeed
 from unipar.prediction.ranks_of_machines import count_across, settle_request
 from unipar.prediction.request import PredictionRequest
 from unipar.prediction.terms import TEMPORARIES_OF_UPDATE, averaging_terms, predict_whole
-from unipar.prediction.timeline import CommVolume, PredictedPhase, Prediction, StepTimeline
+from unipar.prediction.timeline import CommVolume, PredictedPhase, Prediction, StepTimeline, Term
 from unipar.task import Task
 from unipar.training.fake_run.compiled import summarize_error
 from unipar.training.fake_run.interleaved_ranks import ranks_of_pieces
@@ -37,6 +38,7 @@ from unipar.training.fake_run.trace_task import (
     trace_whole,
 )
 from unipar.training.warm_up.largest import MeanStep
+from unipar.utils.text import format_size
 
 _ORDER: Final = get_args(PredictedPhase)
 
@@ -88,7 +90,7 @@ class TaskTraces:
         """
         assert config.batch.tokens is None or rows is not None, "batches of tokens are for TokenTraces"
         self._fake, self.whole = trace_fake_task(config, micro, task, rows)
-        self._parts: dict[object, tuple[TracedTask, ...]] = {}
+        self._parts: dict[tuple[str, Axes, str], tuple[TracedTask, ...]] = {}
         self._predictions: dict[object, Prediction] = {}
         self._compiled: dict[int, TracedTask] | None = None
         """Steps under torch.compile, by the size of the microbatch; None: it is not at work."""
@@ -138,6 +140,21 @@ class TaskTraces:
         if key not in self._parts:
             self._parts[key] = tuple(self._trace_parts(config, registry.find_backend(config.backend)))
         return self._parts[key]
+
+    def notes_on_experts(self) -> Iterator[str]:
+        """Yield what is assumed of experts over ranks, and what they would need at worst, for each number of ranks."""
+        worst: dict[int, tuple[int, int]] = {}
+        for (_, axes, _), traced in self._parts.items():
+            for each in traced:
+                if each.worst_routing is not None:
+                    peaks = [int(max(a.levels(self._fake.micro))) for a in (each.activations, each.worst_routing)]
+                    worst[axes.expert] = max(worst.get(axes.expert, (0, 0)), (peaks[1], peaks[0]))
+        for ranks, (most, even) in sorted(worst.items()):
+            yield (
+                f"expert{ranks}: planned is that each rank's experts get as many rows as it sends; a microbatch then "
+                f"allocates {format_size(even)}, and {format_size(most)} if one rank's experts get the rows of all "
+                f"{ranks}"
+            )
 
     def predict(self, request: PredictionRequest) -> PredictedStep:
         """Return a step of the fullest rank; raise Unsupported for what is not planned yet."""
@@ -205,7 +222,11 @@ class TaskTraces:
             )
         if request.device == "cpu":  # else that is the host's memory
             stage = proof.whole
-            prediction = _without_states(Prediction(tuple(predict_whole(stage.timeline, buckets=False))))
+            terms = list(predict_whole(stage.timeline, buckets=False))
+            if request.config.parallel.expert > 1:  # gradients are added up over a microbatch for each rank of experts
+                trained = sum(p.size for p in stage.timeline.parameters if p.trained)
+                terms.append(Term("temporaries", "gradients of other microbatches", trained))
+            prediction = _without_states(Prediction(tuple(terms)))
             yield PlannedMemory(stage.timeline, prediction, stage.activations, micro)
 
     def _predict(self, request: PredictionRequest, stage: PlannedStage, timeline: StepTimeline) -> Prediction:
@@ -231,6 +252,7 @@ class TaskTraces:
             sample=lambda: fake.batch(fake.micro),
             tensor=fake.task.tensor(fake.model),
             cuts=fake.task.cuts(config.parallel.axes.stages),
+            experts=fake.task.experts(fake.model) if config.parallel.expert > 1 else None,
         )
         with explain_values("the split model"):
             axes = config.parallel.axes

@@ -85,6 +85,10 @@ class TokenTraces:
                 "the fullest of the first epoch; the plan takes what needs more"
             )
 
+    def notes_on_experts(self) -> Iterator[str]:
+        """Yield what is assumed of experts over ranks, for the longest samples."""
+        return self._traces[max(self._traces)].notes_on_experts()
+
     def mean_step(self, sizes: BatchSizes) -> MeanStep:
         """Return how large a step is in the mean of the first epoch."""
         return self._largest(sizes).mean

@@ -54,6 +54,9 @@ class TracedTask:
     sent: tuple[MicrobatchVolume, ...] = ()
     """Bytes that a microbatch sends along the axes of a mesh."""
 
+    worst_routing: Activations | None = None
+    """What the model allocates if this rank's experts get the rows of all ranks; None: it has all experts itself."""
+
     proof: Proof | None = None
     """Proof in the set-up that parts are the whole model; None: there is none."""
 
@@ -162,6 +165,7 @@ def trace_part(
     few = max(FEWEST_SAMPLES, fake.micro)  # of one sample, parts of a sequence may need no copies
     counts = (few, few + fake.micro)
     in_full: Activations | None = None
+    worst: Activations | None = None
     steps: list[FakeStep] = []
     sizes: list[tuple[int, int, int]] = []
     with part.placed():
@@ -170,8 +174,13 @@ def trace_part(
         for count in counts:
             steps.append(trace_step(fake, count, part))
             sizes.append((part.sent_on, part.sent_back, part.received))
+        if axes.expert > 1:
+            part.routing = "worst"
+            worst = combine_steps(*(trace_step(fake, count, part) for count in counts))
+            part.routing = "even"
         timeline = fake.timeline(part.blocks, steps[0].record, part.stages_of)
-    timeline = replace(timeline, whole=traced.timeline.parameters)
+    experts = frozenset(number for number, name in enumerate(part.blocks) if name in part.experts_of_blocks)
+    timeline = replace(timeline, whole=traced.timeline.parameters, experts=experts)
     on, back, received = (line_through(*zip(counts, each, strict=True)) for each in zip(*sizes, strict=True))
     stage = PlannedStage(timeline, combine_steps(*steps), sent_on=on, sent_back=back, received=received)
     schedule = axes.schedule if axes.pipeline > 1 else None
@@ -179,7 +188,7 @@ def trace_part(
     proof = None
     if proof_of_whole is not None:
         proof = Proof(proof_of_whole, None if in_full is None else replace(stage, activations=in_full))
-    return replace(traced, rank=rank, sent=tuple(_volumes(steps, part)), proof=proof)
+    return replace(traced, rank=rank, sent=tuple(_volumes(steps, part)), proof=proof, worst_routing=worst)
 
 
 def in_full_precision(fake: FakeTask) -> FakeTask:
@@ -192,7 +201,8 @@ def _volumes(steps: Sequence[FakeStep], part: RankPart) -> Sequence[MicrobatchVo
     volumes: list[MicrobatchVolume] = []
     for (axis, collective), size in first.sent.items():
         base, slope = line_through((first.micro, size), (second.micro, second.sent[axis, collective]))
-        calls, ranks = first.calls[axis, collective], part.mesh.sizes.get(axis, part.mesh.ranks)
+        calls = first.calls[axis, collective]
+        ranks = part.mesh.expert if axis == "expert" else part.mesh.sizes.get(axis, part.mesh.ranks)
         volumes.append(MicrobatchVolume(axis, collective, base, slope, calls, ranks))
     return volumes
 

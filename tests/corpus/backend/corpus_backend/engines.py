@@ -60,6 +60,7 @@ ENGINES: dict[str, Callable[[Part, Config, World], Engine]] = {
     "sequence-loss-times": mesh.sequence_loss_times,
     "sequence-loss-divided": mesh.sequence_loss_divided,
     "sequence-gradient-divided": mesh.sequence_gradient_divided,
+    "norm-of-own-experts": experts.NormOfOwnExperts,
     "experts-summed": experts.ExpertsSummed,
     "router-apart": experts.RouterApart,
     "balance-times-accumulation": experts.BalanceTimesAccumulation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -38,6 +39,25 @@ class RouterApart(HealthyByHand):
         own = weight.grad.clone()
         self.average()
         weight.grad.copy_(own)
+
+
+@final
+class NormOfOwnExperts(HealthyDDP):
+    """The clip takes the mean of the ranks' norms, each of all dense gradients and of those of the rank's experts."""
+
+    @override
+    def norm(self) -> Tensor:
+        experts = experts_of(self.model)
+        stacked = {id(experts.up), id(experts.down)}
+        own: list[Tensor] = []
+        for p in self.trained:
+            assert p.grad is not None
+            own.append(p.grad.chunk(self.world.size)[self.world.rank] if id(p) in stacked else p.grad)
+        norm = self.world.sum(torch.stack([grad.norm() for grad in own]).norm()) / self.world.size
+        for p in self.trained:
+            assert p.grad is not None
+            p.grad.mul_((self.limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
 
 class ScaledBalance(HealthyDDP):

@@ -95,7 +95,8 @@ def sequence_gradient_divided(part: Part, config: Config, world: World) -> Engin
     def divide() -> None:
         finish()
         for p in engine.trained:
-            p.grad.div_(world.mesh.sizes["context"])
+            if p.grad is not None:
+                p.grad.div_(world.mesh.sizes["context"])
 
     engine.finish_reduction = divide
     return engine

@@ -1,0 +1,160 @@
+"""Experts over ranks as `unipar plan` has them: found by shapes, with as many rows on each rank or with all on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.expert_models import WIDTH
+from tests.support.world import ROOT
+from unipar.backend.offered_strategies import config_in_strategy, expand_strategy_patterns
+from unipar.config import Config
+from unipar.config.config_source import load_given_config
+from unipar.errors import TaskError
+from unipar.prediction.request import PredictionRequest
+from unipar.prediction.timeline import CommVolume
+from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
+
+ROWS = 12 * 2
+"""Rows of a sample: its words, for each of two experts."""
+
+SENT = ROWS * (WIDTH + 1) * 4
+"""Bytes of a sample's rows, with the weight of each, to the ranks of their experts."""
+
+EXPERTS_OF_LAYER = 8 * 3 * 48 * WIDTH * 4
+"""Bytes of a layer's experts."""
+
+
+def given(kernel: str = "grouped_mm", name: str = "Mixtral") -> dict[str, Any]:
+    task = {
+        "use": f"{ROOT}/tests/support/expert_models.py:OfTransformers",
+        "args": {"name": name, "kernel": kernel, "auxiliary": False},
+    }
+    return {"task": task, "device": "cpu", "batch": {"total": 8, "micro": 2}, "train": {"steps": 1}}
+
+
+@pytest.fixture(scope="module")
+def traces() -> TaskTraces:
+    return TaskTraces(load_given_config(given()).config, 2)
+
+
+def in_strategy(name: str, ranks: int, task: dict[str, Any] | None = None) -> Config:
+    (strategy,) = expand_strategy_patterns((name,))
+    return config_in_strategy(load_given_config({**(task or given()), "parallel": {"data": ranks}}).config, strategy)
+
+
+def step_of(traces: TaskTraces, name: str, ranks: int, **batch: int) -> PredictedStep:
+    config = in_strategy(name, ranks).changed({f"batch.{key}": size for key, size in batch.items()})
+    data = config.parallel.data
+    assert isinstance(data, int)
+    return traces.predict(PredictionRequest(config, ranks, config.batch.settle(data), "cpu"))
+
+
+def test_each_rank_has_a_part_of_the_experts(traces: TaskTraces) -> None:
+    """Layers of experts are groups of their own, before their block; all else is whole."""
+    (traced,) = traces.of(in_strategy("native/nothing+expert2", 2))
+    shapes = {p.name: p.shape for p in traced.timeline.parameters}
+    assert shapes["model.layers.1.mlp.experts.gate_up_proj"] == (4, 96, WIDTH)
+    assert shapes["model.layers.1.mlp.gate.weight"] == (8, WIDTH)
+    assert traced.timeline.blocks == (
+        "model.layers.0.mlp.experts",
+        "model.layers.0",
+        "model.layers.1.mlp.experts",
+        "model.layers.1",
+    )
+    assert traced.timeline.experts == {0, 2}
+
+
+def test_rows_travel_there_and_back(traces: TaskTraces) -> None:
+    """Rows and weights go there, rows come back, and gradients the other way; numbers of rows go once."""
+    (traced,) = traces.of(in_strategy("native/nothing+expert4", 4))
+    ((axis, collective, base, slope, calls, ranks),) = [
+        (s.axis, s.collective, s.base, s.slope, s.calls, s.ranks) for s in traced.sent
+    ]
+    assert (axis, collective, calls, ranks) == ("expert", "all_to_all", 2 * 7, 4)
+    back = ROWS * WIDTH * 4
+    assert (base, slope) == (2 * 8 * 8, 2 * 2 * (SENT + back))
+
+
+def test_all_rows_to_one_rank_need_more(traces: TaskTraces) -> None:
+    """The plan says what a microbatch allocates if they are even, and if one rank gets those of all."""
+    for ranks in (2, 4):
+        (traced,) = traces.of(in_strategy(f"native/nothing+expert{ranks}", ranks))
+        assert traced.worst_routing is not None
+        assert max(traced.worst_routing.levels(2)) > max(traced.activations.levels(2))
+    two, four = traces.notes_on_experts()
+    assert two.startswith("expert2: planned is that each rank's experts get as many rows as it sends; a microbatch")
+    assert two.endswith("if one rank's experts get the rows of all 2")
+    assert four.endswith("if one rank's experts get the rows of all 4")
+
+
+def test_a_model_without_experts_over_ranks_has_no_note() -> None:
+    """Nothing is assumed of a strategy that leaves all experts on each rank."""
+    alone = TaskTraces(load_given_config(given()).config, 2)
+    alone.of(in_strategy("native/nothing", 2))
+    assert list(alone.notes_on_experts()) == []
+
+
+def test_experts_are_reduced_among_ranks_that_have_the_same(traces: TaskTraces) -> None:
+    """Of four ranks, two have the same experts, each second one; all four have the same of all else."""
+    sent = step_of(traces, "native/nothing+expert2", 4).sent
+    size = sum(p.size for p in traces.whole.timeline.parameters)
+    experts = 2 * EXPERTS_OF_LAYER
+    assert [s for s in sent if s.axis == "data" and s.size > 16] == [
+        CommVolume("data", "all_reduce", size - experts, 3, 4, 1),
+        CommVolume("data", "all_reduce", experts // 2, 2, 2, 2),
+    ]
+
+
+def test_experts_of_one_rank_are_sent_to_nobody(traces: TaskTraces) -> None:
+    """Where each rank has other experts, FSDP2 gathers and reduces only what lies around them."""
+    step = step_of(traces, "native/parameters+expert2", 2)
+    rest = sum(p.size for p in traces.whole.timeline.parameters) - 2 * EXPERTS_OF_LAYER
+    (reduced,) = [s for s in step.sent if s.collective == "reduce_scatter"]
+    padded = rest + 2 * WIDTH * 4  # rows of two tables of 61 words
+    assert (reduced.size, reduced.ranks) == (2 * padded, 2)
+    assert step.phases[-1].held["parameters"] == padded // 2 + EXPERTS_OF_LAYER
+
+
+def test_kernels_that_need_values() -> None:
+    """A loop over experts runs on the numbers that even rows have."""
+    task = given(kernel="eager")
+    traces = TaskTraces(load_given_config(task).config, 2)
+    (traced,) = traces.of(in_strategy("native/nothing+expert2", 2, task))
+    assert traced.timeline.experts == {0, 2}
+    assert [s.slope for s in traced.sent] == [2 * 2 * (SENT + ROWS * WIDTH * 4)]
+
+
+def test_what_divides_no_experts_is_refused(traces: TaskTraces) -> None:
+    """As in training, with sizes that do."""
+    with pytest.raises(TaskError) as e:
+        traces.of(in_strategy("native/nothing+expert3", 3))
+    assert str(e.value) == (
+        "parallel.expert: 3: model.layers.0.mlp.experts: 3 ranks do not divide its 8 experts: take one of 2, 4, 8"
+    )
+
+
+def test_the_proof_adds_up_gradients(traces: TaskTraces) -> None:
+    """Rank 0 keeps the whole model's gradients of one microbatch while it computes those of another."""
+
+    def built(name: str) -> int:
+        (first, *_) = step_of(traces, name, 2, total=64, micro=32).phases
+        assert first.phase == "built"
+        return first.peak
+
+    size = sum(p.size for p in traces.whole.timeline.parameters)
+    assert built("native/nothing+expert2") == built("native/nothing+context2") + size
+
+
+def test_lists_of_experts_are_refused() -> None:
+    """Their rows are chosen by value; the sentence says what measures them."""
+    task = {"use": f"{ROOT}/tests/support/expert_models.py:OfUser", "args": {"kind": "list"}}
+    given_list = {**given(), "task": task}
+    traces = TaskTraces(load_given_config(given_list).config, 2)
+    with pytest.raises(TaskError) as e:
+        traces.of(in_strategy("native/nothing+expert2", 2, given_list))
+    assert str(e.value) == (
+        "plan: the experts of layers.0.mixture are a list of modules, which get their rows by value, and a plan under "
+        "parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
+    )
