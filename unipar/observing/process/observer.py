@@ -41,6 +41,10 @@ RAISE_VARIABLE: Final = "UNIPAR_OBSERVE_RAISE"
 _BACKWARDS_WITHOUT_UPDATE: Final = 3
 """Number of backwards after which a script without an optimizer's step is taken to update its weights itself."""
 
+_CLOCKED_FIRST: Final = 10
+_CLOCKED_EVERY: Final = 8
+"""First steps after the recorded ones in which waiting is measured, and the distance of later ones: it takes 20 us."""
+
 HookArguments = ParamSpec("HookArguments")
 
 
@@ -82,7 +86,9 @@ class Observer:
         self.memory = ScriptMemory(self.settings.steps, sites, self.state)
         self.record = RankRecord(self.settings, self.state)
         self._clock: SleepClock | None = None
-        self._clock_runs = False
+        self._clock_runs = self._clocked = False
+        """Whether the clock counts now, and whether it does in this step."""
+
         self._ended_at: float | None = None
         self._pid = os.getpid()
         self._backward_depth = 0
@@ -264,7 +270,9 @@ class Observer:
     def on_step_begin(self, step: int) -> None:
         """Begin to record memory and waiting, if the step is one of those."""
         self.memory.step_begins(step)
-        if self._clock is None and step > self.settings.steps[1]:
+        since = step - self.settings.steps[1]
+        self._clocked = since > 0 and (since <= _CLOCKED_FIRST or since % _CLOCKED_EVERY == 0)
+        if self._clocked and self._clock is None:
             self._clock = self._open_clock()
         if self._clock is not None:
             self._clock.seconds = 0.0
@@ -277,7 +285,7 @@ class Observer:
         recorded = step <= self.settings.steps[1] or step in self.settings.checks
         seconds = None if self._ended_at is None or recorded else now - self._ended_at
         self._ended_at = now
-        waited = None if self._clock is None else self._clock.seconds
+        waited = self._clock.seconds if self._clocked and self._clock is not None else None
         self.record.add_step(
             step, seconds, dict(self.phases.seconds), waited, self.phases.backwards, self.phases.skipped
         )
@@ -341,7 +349,7 @@ class Observer:
         self._clock_runs = False
 
     def _resume_clock(self) -> None:
-        if self._clock is not None:
+        if self._clocked and self._clock is not None:
             self._clock.start()
             self._clock_runs = True
 

@@ -82,7 +82,7 @@ class RankRecord:
         self._random: dict[int, int] = {}
         self._times: deque[float] = deque(maxlen=KEPT_TIMES)
         self._phases: deque[Mapping[Phase, float]] = deque(maxlen=KEPT_TIMES)
-        self._waits: deque[tuple[float, float]] = deque(maxlen=KEPT_TIMES)
+        self._waited = self._clocked = 0.0
         self._steps = self._skipped = self._logged = 0
         self._seconds = 0.0
         self.schedule_steps.clear()
@@ -250,7 +250,8 @@ class RankRecord:
             self._times.append(seconds)
             self._phases.append(phases)
             if waited is not None:
-                self._waits.append((waited, seconds))
+                self._waited += waited
+                self._clocked += seconds
         if len(self._backwards) < FIRST_STEPS:
             self._backwards.append(backwards)
         if self.is_logged(step):
@@ -299,14 +300,13 @@ class RankRecord:
             fields |= {"samples": samples, "samples_per_second": samples / seconds}
         if tokens is not None:
             fields["tokens_per_second"] = tokens / seconds
-        if self._waits:
+        if self._clocked:
             fields["waiting"] = self._waiting
         return fields
 
     @property
     def _waiting(self) -> float | None:
-        seconds = sum(whole for _, whole in self._waits)
-        return sum(waited for waited, _ in self._waits) / seconds if seconds else None
+        return self._waited / self._clocked if self._clocked else None
 
     # Files
 
