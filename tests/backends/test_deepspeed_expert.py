@@ -201,7 +201,7 @@ def test_training_is_that_of_one_process(tmp_path: Path, args: dict[str, Any], p
     """Losses of steps of several microbatches, whose gradients are clipped by a norm that counts each expert once."""
     alone = losses(tmp_path, "alone", args, {"data": 1}, backend="single")
     split = losses(tmp_path, "split", args, {"expert": 2, **parallel}, backend="deepspeed")
-    assert split == pytest.approx(alone, rel=3e-6)
+    assert split == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_training_is_that_of_one_process(
 ) -> None:
     """Losses of steps whose gradients are clipped, so that a norm which counts experts twice is seen."""
     alone = losses(tmp_path, task, args, {"data": 1}, backend="single")
-    assert losses(tmp_path, task, args, parallel) == pytest.approx(alone, rel=3e-6)
+    assert losses(tmp_path, task, args, parallel) == pytest.approx(alone, rel=1e-5)
 
 
 class Swapped(OfUser):

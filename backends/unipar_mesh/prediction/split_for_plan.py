@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -218,9 +218,10 @@ class ModelSplit:
         self.options, self.library = options, library
         axes, batch = config.parallel.axes, part.sample()
         self.blocks = without_frozen_models(part.module, part.blocks)
-        mode = cast("Any", next(part.module.parameters())).fake_mode
+        first: Any = next(part.module.parameters())
         self.experts: Sequence[ExpertLayer] = ()
         if axes.expert > 1:
+            mode = first.fake_mode
             with mode:
                 fake_batch = map_tensors(batch, mode.from_tensor)
                 self.experts = find_experts_without_values(part, fake_batch, axes.expert)
@@ -247,7 +248,7 @@ class ModelSplit:
         }
         self.stages: PlannedStages | None = None
         if axes.pipeline > 1:
-            self.stages = plan_stages(part, self.blocks, axes, batch, mode)
+            self.stages = plan_stages(part, self.blocks, axes, batch, first.fake_mode)
 
 
 def split_model(
