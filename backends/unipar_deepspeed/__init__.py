@@ -45,6 +45,12 @@ _REFUSALS: Refusals = {
         )
     },
     "train.precision: bf16-master": dict.fromkeys((_AUTOTP, _AUTOEP), _BF16_COPIES),
+    "train.precision: fp64": {
+        _AUTOEP: (
+            "DeepSpeed's AutoEP multiplies the matrices of experts by a kernel that has no fp64",
+            "use fp32 or bf16-mixed, or backend: native",
+        )
+    },
     "parallel.tensor": {
         _AUTOEP: (
             "no run of DeepSpeed's AutoEP beside AutoTP has been compared with one process",

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, final
 
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import MoELayerSpec, parse_autoep_config
+from deepspeed.module_inject.auto_ep_presets import registry
+from deepspeed.module_inject.auto_ep_presets.base import TransformersTopLevelRouterLogitsAdapter
 from deepspeed.module_inject.auto_ep_presets.registry import (
     available_preset_names,
     get_preset,
@@ -207,13 +209,7 @@ def _preset_of(config: Any) -> str:
     """Return the preset for a config: that of its model type, or the first whose numbers it has; a proof follows."""
     if (named := preset_name_for_hf_model_type(config.model_type)) is not None:
         return named
-    if getattr(config, "output_router_logits", False):
-        raise TaskError(
-            f"DeepSpeed's AutoEP has no preset for {config.model_type}, and in place of the router's logits, which "
-            "this model's loss reads, it would return none: use backend: native, or leave output_router_logits out of "
-            "its config"
-        )
-    for name in available_preset_names():
+    for name in ("mixtral", "qwen3_moe"):  # their layers differ in the names of numbers alone
         preset = get_preset(name)
         if all(hasattr(config, key) for key in (preset.num_experts_attr, preset.top_k_attr)):
             return name
@@ -306,21 +302,30 @@ def check_replaced(model: nn.Module, users: Iterable[str], split: ExpertSplit) -
 
 @contextmanager
 def replaceable_layers(call: ForwardCall, split: ExpertSplit) -> Generator[None]:
-    """Context manager: AutoEP finds a config on what it is given, and can read transformers' table of outputs.
+    """Context manager: AutoEP finds a config on what it is given, and moves transformers' record of router logits.
 
-    Since transformers 5.2 that table is asked by model, and AutoEP asks by the class's name, with a default.
+    Since transformers 5.2 the table of these records is asked by model, and AutoEP asks by the class's name, with a
+    default. It moves records in models of the types that its preset names alone, and here of this model's, too.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
-    registry: Any = getattr(capturing, "_CAN_RECORD_REGISTRY", None)
+    table: Any = getattr(capturing, "_CAN_RECORD_REGISTRY", None)
+    kind, adapters = split.config.model_type, registry._PRESET_ADAPTERS  # pyright: ignore[reportPrivateUsage]
+    preset = get_preset(split.preset).preset_adapter
+    adapter = adapters[preset]
+    if preset_name_for_hf_model_type(kind) is None:
+        adapters[preset] = TransformersTopLevelRouterLogitsAdapter(
+            display_name=kind, hf_model_types=(kind,), class_name_fragments=()
+        )
     call.config = split.config
-    if registry is not None and type(registry) is not dict:
-        capturing._CAN_RECORD_REGISTRY = _OutputsByName(registry)
+    if table is not None and type(table) is not dict:
+        capturing._CAN_RECORD_REGISTRY = _OutputsByName(table)
     try:
         yield
     finally:
         del call.config
-        if registry is not None:
-            capturing._CAN_RECORD_REGISTRY = registry
+        adapters[preset] = adapter
+        if table is not None:
+            capturing._CAN_RECORD_REGISTRY = table
 
 
 @final

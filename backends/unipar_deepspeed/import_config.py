@@ -11,7 +11,7 @@ from unipar.config.sections.optimizer import OPTIMIZERS, AdamW
 from unipar.distributed import accelerators
 from unipar.utils.text import show_value
 from unipar_deepspeed.import_sections.import_batch import read_batch
-from unipar_deepspeed.import_sections.import_model import read_compile, read_sequence, read_tensor
+from unipar_deepspeed.import_sections.import_model import read_compile, read_experts, read_sequence, read_tensor
 from unipar_deepspeed.import_sections.import_optimizer import read_optimizer
 from unipar_deepspeed.import_sections.import_precision import read_precision
 from unipar_deepspeed.import_sections.keys import (
@@ -53,6 +53,7 @@ def read_all_but_batch(keys: ForeignSection) -> None:
         reading.put("data.last_batch", "drop", "dataloader_drop_last")
     read_compile(keys)
     read_tensor(keys)
+    read_experts(keys)
     read_sequence(keys)
     for key in [key for key in keys.data if key.startswith(("//", "#", "_comment"))]:
         keys.omit({key: "it is a comment"})

@@ -330,6 +330,12 @@ def test_keys_that_deepspeed_takes_under_two_names(tmp_path: Path) -> None:
         ({"compile": {"backend": "eager"}}, ("model", "compile"), {"what": "model", "backend": "eager"}),
         ({"compile": {"disable": True}}, ("model",), None),
         ({"tensor_parallel": {"autotp_size": 2}}, ("parallel",), {"data": 2, "tensor": 2}),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}},
+            ("parallel",),
+            {"data": 4, "expert": 2},
+        ),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, ("parallel",), {"data": 4}),
     ],
 )
 def test_newer_sections(change: dict[str, Any], path: tuple[str, ...], value: Any, tmp_path: Path) -> None:

@@ -41,6 +41,27 @@ def read_tensor(keys: ForeignSection) -> None:
         _divide_ranks(reading, "tensor_parallel.autotp_size", size)
 
 
+def read_experts(keys: ForeignSection) -> None:
+    """Carry the size of `expert_parallel`: this many neighbours hold all experts together."""
+    if "expert_parallel" not in keys:
+        return
+    section = keys.below("expert_parallel")
+    on, size = section.take("enabled", bool, default=False), section.take("autoep_size", int, 1) or 1
+    section.omit(dict.fromkeys(_AUTOEP_LAYOUT, "unipar finds the layers itself"))
+    section.omit(dict.fromkeys(_AUTOEP_SPEED, "it is about speed"))
+    section.omit({"load_balance_coeff": "routers are the model's own"})
+    section.end()
+    if on and size > 1:
+        keys.reading.put("parallel.expert", size, "expert_parallel.autoep_size")
+
+
+_AUTOEP_LAYOUT = (
+    *("preset_model", "moe_layer_pattern", "router_pattern", "expert_pattern", "expert_w1", "expert_w2", "expert_w3"),
+    *("num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern"),
+)
+_AUTOEP_SPEED = ("use_grouped_mm", "disable_triton_grouped_mm", "async_split_plan", "combine_impl", "gate_up_impl")
+
+
 def read_sequence(keys: ForeignSection) -> None:
     """Carry `sequence_parallel_size`: DeepSpeed's Ulysses is a layer of the model, native's cuts any model."""
     size = keys.take("sequence_parallel_size", int, 1) or 1

@@ -43,7 +43,6 @@ REFUSED_DS_KEYS = {
     "curriculum_learning": "unipar decides the order of samples by data.shuffle alone",
     "data_efficiency": "unipar decides the order of samples by data.shuffle alone",
     "pipeline": "the stages are in the script's PipelineModule; unipar's are parallel.pipeline, with backend: native",
-    "expert_parallel": "unipar splits data and state, not experts",
     "data_parallel_size": "say parallel.data",
     "sparse_attention": "attention is the model's own",
     "zenflow": "unipar has no such mode",
@@ -55,12 +54,12 @@ REFUSED_DS_KEYS = {
 FIXED_DS_VALUES: Mapping[str, tuple[Any, str]] = {
     "gradient_allreduce_op": ("mean", "unipar always takes the mean"),
     "disable_allgather": (False, "unipar has no such mode"),
-    "use_data_before_expert_parallelism": (False, "unipar has no experts"),
+    "use_data_before_expert_parallelism": (False, "ranks that hold all experts together are neighbours"),
 }
 CARRIED_DS_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "dataloader_drop_last"),
-    *("compile", "tensor_parallel", "autotp_size", "sequence_parallel_size"),
+    *("compile", "tensor_parallel", "autotp_size", "sequence_parallel_size", "expert_parallel"),
 )
 SPEED = "it is about speed"
 OTHER_STAGE = "it has no effect at this stage"
