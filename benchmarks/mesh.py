@@ -59,6 +59,18 @@ EXPERT_STRATEGIES = {
 }
 """Ranks of each strategy of mixtures of experts."""
 
+ATTENTION_STRATEGIES = {
+    "native/nothing+context2": 2,
+    "native/nothing+context4": 4,
+    "native/nothing+tensor2+context2": 4,
+    "native/nothing+pipeline2+context2": 4,
+    "native/parameters+context2": 4,
+}
+"""Ranks of each strategy of one way of attention over ranks."""
+
+TABLES = (STRATEGIES, ATTENTION_STRATEGIES, EXPERT_STRATEGIES)
+"""Strategies of each table of the report."""
+
 REFUSALS = ("parallel.", "parallel (", "split as planned")
 """Beginnings of sentences that say why a model cannot be split; anything else is a failure."""
 
@@ -102,6 +114,12 @@ SUBJECTS: dict[str, Subject] = {
     "lora": _here("LoRA", "peft"),
     "gpt2-dropout": _here("GPT2", GPT2, args={"dropout": 0.1}, trained=True),
     "llama-bf16": _here("Llama", LLAMA, settings={"train.precision": "bf16-mixed"}),
+    **{
+        f"llama-{way}": _here(
+            "Llama", LLAMA, settings={"options.native.attention": way}, strategies=ATTENTION_STRATEGIES
+        )
+        for way in ("gather", "ring", "ulysses")
+    },
     **{
         name.lower(): _mixture("OfTransformers", "transformers", name=name, auxiliary=False)
         for name in ("Mixtral", "Qwen3Moe", "DeepseekV3", "Olmoe", "GptOss")
@@ -265,9 +283,10 @@ def page_rows(rows: Sequence[Row]) -> str:
 
     by = {(row.model, row.strategy): row for row in rows}
     tables: list[list[str]] = []
-    for some in (STRATEGIES, EXPERT_STRATEGIES):
-        strategies = list(dict.fromkeys(row.strategy for row in rows if row.strategy in some))
-        models = dict.fromkeys(row.model for row in rows if row.strategy in some)
+    for some in TABLES:
+        here = [row for row in rows if SUBJECTS[row.model].strategies is some]
+        strategies = list(dict.fromkeys(row.strategy for row in here))
+        models = dict.fromkeys(row.model for row in here)
         lines = [
             f"| `{model}` | {' | '.join(shown(by.get((model, strategy))) for strategy in strategies)} |"
             for model in models
@@ -288,7 +307,7 @@ def written(page: str, table: str) -> str:
 def main(words: Sequence[str]) -> int:
     """Verify the models and print the table; return 1 where a strategy is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh", description=__doc__)
-    every = {**STRATEGIES, **EXPERT_STRATEGIES}
+    every = {strategy: ranks for some in TABLES for strategy, ranks in some.items()}
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(SUBJECTS))
     parser.add_argument("--strategies", action="append", default=[], metavar="STRATEGY", help=", ".join(every))
     parser.add_argument("--drawn", type=int, metavar="SEED", help="models that are drawn by this seed")

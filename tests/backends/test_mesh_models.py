@@ -27,7 +27,7 @@ from benchmarks.mesh import (
 )
 from unipar.results.verdicts import Finding, Verdict
 
-TENSOR, PIPELINE = "native/nothing+tensor2", "native/nothing+pipeline2"
+TENSOR, PIPELINE, CONTEXT = (f"native/nothing+{axis}2" for axis in ("tensor", "pipeline", "context"))
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,12 @@ def test_a_row_tells_a_refusal_from_a_failure(verdict: Verdict, says: str, good:
 
 
 def test_the_page_quotes_each_refusal_once() -> None:
-    """A model a line, a strategy a column; what was not run is a dash."""
+    """A model a line, a strategy a column, a table for each set of strategies; what was not run is a dash."""
     rows = [
         Row("t5", TENSOR, True, False, "6 digits, 0.51 of allowed"),
         Row("t5", PIPELINE, False, True, "refused: a skip"),
         Row("bert", PIPELINE, False, True, "refused: a skip"),
+        Row("llama-ring", CONTEXT, True, False, "same bits, 0.21 of allowed"),
     ]
     table = page_rows(rows)
     assert table.splitlines() == [
@@ -81,6 +82,10 @@ def test_the_page_quotes_each_refusal_once() -> None:
         "|---|---|---|",
         "| `t5` | 6 digits, 0.51 | (1) |",
         "| `bert` | - | (1) |",
+        "",
+        f"| model | `{CONTEXT}` |",
+        "|---|---|",
+        "| `llama-ring` | same bits, 0.21 |",
         "",
         "1. refused: a skip",
     ]
