@@ -333,6 +333,7 @@ CASES: dict[str, Callable[[], Any]] = {
         "6 heads that share 3 of keys": lambda: stack(models.Grouped),
         "a bias made in the block": lambda: stack(models.Rescaling, _bias),
         "a mask for each head": lambda: stack(models.Biased, _bias_of_heads),
+        "attention in a compiled part": lambda: stack(models.PartlyCompiled),
     }.items() for way in ("gather", "ulysses")},
     "one head, gather": lambda: beside(stack(models.OneHead), 21),
     "llama, ring": lambda: beside(models.llama(), 21, way="ring"),
@@ -352,6 +353,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "llama, mask, bf16": lambda: beside(models.llama(mask=True), autocast=True),
     "char gpt, bf16, ring": lambda: beside(models.char_gpt(), 29, autocast=True, way="ring"),
     "gpt2, recomputed, ulysses": lambda: beside(models.gpt2(drop=0.1, cache=False), recompute="blocks", way="ulysses"),
+    "char gpt, recomputed in part, ulysses": lambda: beside(
+        models.char_gpt(), 29, recompute="selective", way="ulysses"
+    ),
     "mistral, recomputed, ulysses": lambda: beside(models.mistral(cache=False), recompute="blocks", way="ulysses"),
     "char gpt, bf16, ulysses": lambda: beside(models.char_gpt(), 29, autocast=True, way="ulysses"),
     "llama, evaluated": lambda: beside(models.llama(), 29, training=False),

@@ -152,6 +152,19 @@ class Attending(nn.Module):
         return x + self.joined(F.scaled_dot_product_attention(*self.split(x), is_causal=True))
 
 
+class PartlyCompiled(nn.Module):
+    """Attention in a part of the block that its author compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attending()
+        self.inner.compile(backend="aot_eager")
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 class Biased(Attending):
     """A bias of scores by distance that is learned outside the blocks, and a gate for each token."""
 
