@@ -11,6 +11,7 @@ from unipar_mesh.context.sequence_layout import SequenceLayout
 from unipar_mesh.context.spread_attention import choose_way
 
 from tests.support.short_text import short_text
+from tests.support.world import ROOT
 from unipar.backend import registry
 from unipar.config.config_source import load_given_config
 from unipar.training.task_facts import describe_split
@@ -65,9 +66,13 @@ def test_what_auto_takes(heads: int, key_heads: int, given: dict[str, Any], way:
     assert choose_way(q, k, k, SequenceLayout(16, 2, 0), name="layers.0", **(asked | given)) == way
 
 
-def _sentences(heads: int, ranks: int, device: str) -> list[str]:
+def _short_text(heads: int) -> dict[str, Any]:
     task = short_text(layers=2)
     task["args"] |= {"heads": heads}
+    return task
+
+
+def _sentences(task: dict[str, Any], ranks: int, device: str = "cpu", attention: str = "auto") -> list[str]:
     config = load_given_config(
         {
             "task": task,
@@ -75,6 +80,7 @@ def _sentences(heads: int, ranks: int, device: str) -> list[str]:
             "parallel": {"data": 1, "context": ranks},
             "batch": {"total": 8},
             "train": {"steps": 1},
+            "options": {"native": {"attention": attention}},
         }
     ).config
     return describe_split(config, config.batch.settle(1), registry.find_backend("native"))
@@ -101,4 +107,30 @@ def _sentences(heads: int, ranks: int, device: str) -> list[str]:
 )
 def test_explain_tells_what_auto_takes(heads: int, ranks: int, device: str, sentence: str) -> None:
     """Found on the model without values: the same rule as in training, one sentence for each kind of block."""
-    assert _sentences(heads, ranks, device) == [f"attention of layers.0 and 1 more: {sentence}"]
+    assert _sentences(_short_text(heads), ranks, device) == [f"attention of layers.0 and 1 more: {sentence}"]
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Encoder"])
+def test_explain_tells_of_dropout(name: str) -> None:
+    """Attention that has dropout is gathered by auto, whether the model calls it or torch's multi-head attention."""
+    (sentence,) = _sentences({"use": f"{ROOT}/benchmarks/mesh_models.py:{name}"}, 2)
+    assert sentence.partition(" and 3 more: ")[2] == "auto is gather: it has dropout (0.1)"
+
+
+@pytest.mark.parametrize(
+    ("attention", "sentences"),
+    [
+        (
+            "ulysses",
+            [
+                "attention of layers.0 and 1 more: ulysses cannot do it: 2 heads of queries cannot be divided evenly "
+                "among 4 ranks of parallel.context; say gather or ring"
+            ],
+        ),
+        ("ring", []),
+    ],
+)
+def test_explain_tells_what_ulysses_cannot_do(attention: str, sentences: list[str]) -> None:
+    """Before anything runs; what auto would take is told only where auto chooses."""
+    assert _sentences(_short_text(2), 4, attention=attention) == sentences
+    assert _sentences(_short_text(2), 2, attention=attention) == []

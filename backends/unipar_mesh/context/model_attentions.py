@@ -16,6 +16,7 @@ from unipar.config import Config
 from unipar.utils.text import count_of
 from unipar_mesh.context.head_exchange import bytes_beside_gathering, why_no_exchange
 from unipar_mesh.look_at_model import kind_of_block
+from unipar_mesh.options import options_of
 from unipar_mesh.tensor.metas import meta_arguments, meta_block
 from unipar_mesh.tensor.tensor_model import block_calls
 
@@ -25,27 +26,36 @@ _ELEMENT_SIZES = {"fp64": 8, "fp32": 4}
 
 @final
 class _HeadsSeen(TorchFunctionMode):
-    """Mode that notes the heads of queries and keys of each attention within a sequence."""
+    """Mode that notes the heads of queries and keys of each attention within a sequence, and its dropout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heads: list[tuple[int, int]] = []
+        self.attentions: list[tuple[int, int, float]] = []
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            self._note(*args, **(kwargs or {}))
+            self._note(*args[:5], **(kwargs or {}))
         elif func is F.multi_head_attention_forward:  # which calls its inner attention where no mode sees it
-            self.heads.append((args[4], args[4]))
+            self.attentions.append((args[4], args[4], args[10] if (kwargs or {}).get("training", True) else 0.0))
         return func(*args, **(kwargs or {}))
 
-    def _note(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> None:
+    def _note(
+        self, query: Tensor, key: Tensor, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **_: Any
+    ) -> None:
         if query.shape[-2] == key.shape[-2]:
-            self.heads.append((query.shape[-3], key.shape[-3]) if query.dim() == 4 else (1, 1))
+            heads, key_heads = (query.shape[-3], key.shape[-3]) if query.dim() == 4 else (1, 1)
+            self.attentions.append((heads, key_heads, dropout_p))
 
 
 def describe_attentions(part: Part, config: Config) -> Iterator[str]:
-    """Yield a sentence for each kind of attention: what ulysses sends beside gather, and so what auto takes."""
+    """Yield a sentence for each kind of attention: what ulysses sends beside gather, and so what auto takes.
+
+    Where the config says ulysses, those that it cannot do; where it says another way, nothing.
+    """
+    way = options_of(config).attention
+    if way not in ("auto", "ulysses"):
+        return
     assert part.loss is not None
     assert part.sample is not None
     model, ranks = meta_block(part.module), config.parallel.context
@@ -63,11 +73,16 @@ def describe_attentions(part: Part, config: Config) -> Iterator[str]:
         with torch.no_grad(), _HeadsSeen() as seen:
             model.get_submodule(first)(*args, **kwargs)
         where = f"{first}{f' and {len(others)} more' if others else ''}"
-        for heads, key_heads in dict.fromkeys(seen.heads):
-            yield f"attention of {where}: {auto} {_describe(heads, key_heads, ranks, size)}"
+        for heads, key_heads, dropout in dict.fromkeys(seen.attentions):
+            if way == "auto":
+                yield f"attention of {where}: {auto} {_describe(heads, key_heads, ranks, size, dropout)}"
+            elif why := why_no_exchange(heads, ranks):
+                yield f"attention of {where}: ulysses cannot do it: {why}; say gather or ring"
 
 
-def _describe(heads: int, key_heads: int, ranks: int, element_size: int) -> str:
+def _describe(heads: int, key_heads: int, ranks: int, element_size: int, dropout: float) -> str:
+    if dropout:
+        return f"gather: it has dropout ({dropout:g})"
     if why := why_no_exchange(heads, ranks):
         return f"gather: {why}"
     share = bytes_beside_gathering(heads, key_heads, ranks, element_size)
