@@ -39,6 +39,7 @@ from unipar.errors import TaskError
 from unipar_deepspeed.expert_parallel import (
     ExpertSplit,
     check_replaced,
+    let_experts_follow_autocast,
     plan_experts,
     regroup,
     replaceable_layers,
@@ -150,6 +151,7 @@ class ZeroEngine(OptimizerEngine):
             with replaceable_layers(self.call, split):
                 engine = start(make, settings)
             check_replaced(part.module, users.values(), split)
+            let_experts_follow_autocast(part.module, split)
             return engine
         marked = [] if split is None else keep_sizes(part.module, split)
         engine = start(self._with_rates(optimizer), settings)

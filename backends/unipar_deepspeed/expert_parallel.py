@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, final
 
+import torch
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import MoELayerSpec, parse_autoep_config
 from deepspeed.module_inject.auto_ep_presets import registry
@@ -298,6 +300,22 @@ def check_replaced(model: nn.Module, users: Iterable[str], split: ExpertSplit) -
     for name, part in split.cuts.items():
         if (numel := math.prod(made[name])) != (own := part.shape[0] // split.ranks * part.width):
             raise TaskError(f"AutoEP made {numel} elements of {name}, of which this rank has {own}")
+
+
+def let_experts_follow_autocast(model: nn.Module, split: ExpertSplit) -> None:
+    """Let experts multiply in the dtype of autocast, which does not reach the product in groups that they take.
+
+    What they return has the dtype of their rows, in which it is weighted and added up, as in the model's own layers.
+    """
+    for name in split.layers:
+        experts = model.get_submodule(f"{name}.experts")
+        experts.forward = partial(_in_autocast_dtype, experts.forward)
+
+
+def _in_autocast_dtype(inner: Callable[..., Tensor], rows: Tensor, *others: Any) -> Tensor:
+    kind = rows.device.type
+    narrow = rows.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else rows
+    return inner(narrow, *others).to(rows.dtype)
 
 
 @contextmanager

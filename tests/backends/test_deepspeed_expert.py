@@ -231,6 +231,14 @@ def test_state_moves(tmp_path: Path, first: tuple[str, dict[str, Any]], then: tu
     assert again[-1:] == pytest.approx(alone[-1:], rel=3e-6)
 
 
+def test_experts_follow_autocast(tmp_path: Path) -> None:
+    """The first loss under bf16-mixed is that of one process: experts multiply in bf16, and are added up in fp32."""
+    train = {"steps": 1, "precision": "bf16-mixed"}
+    (alone,) = losses(tmp_path, "alone", {"auxiliary": False}, {"data": 1}, backend="single", train=train)
+    (split,) = losses(tmp_path, "split", {"auxiliary": False}, {"expert": 2}, backend="deepspeed", train=train)
+    assert split == pytest.approx(alone, rel=1e-5)
+
+
 class Fewer(OfTransformers):
     """A mixture, whose tokens AutoEP is told to send to one expert each."""
 
