@@ -38,6 +38,9 @@ from unipar.utils.text import first_few
 _ROUTER, _EXPERTS = "gate", "experts"
 """Names of the two modules that every layer of AutoEP's presets has."""
 
+_ONE_PRODUCT = {"gate_up_impl": "fused", "disable_triton_grouped_mm": True}
+"""Gate and up in one product, as in the user's model: their gradients are added up before they are rounded to bf16."""
+
 _UNSAVED_BUFFER = "tokens_per_expert"
 """Buffer of AutoEP's layers that counts tokens, and that no computation reads."""
 
@@ -222,8 +225,13 @@ def _preset_of(config: Any) -> str:
 
 
 def _section(ranks: int, preset: str, layers: Sequence[str]) -> dict[str, Any]:
-    pattern = "|".join(re.escape(name) for name in layers)
-    return {"enabled": True, "autoep_size": ranks, "preset_model": preset, "moe_layer_pattern": pattern}
+    return {
+        "enabled": True,
+        "autoep_size": ranks,
+        "preset_model": preset,
+        "moe_layer_pattern": "|".join(re.escape(name) for name in layers),
+        **_ONE_PRODUCT,
+    }
 
 
 def _with_config(model: nn.Module, config: Any) -> nn.Module:
