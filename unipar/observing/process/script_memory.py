@@ -19,7 +19,7 @@ from unipar.backend import Category, Holding
 from unipar.distributed.world_machines import WorldMachines
 from unipar.memory.account import RecordingPass
 from unipar.memory.recording.bytes_sent_recorder import collective_of
-from unipar.memory.recording.watcher import MemoryRecorder, TensorHolder, choose_event_sources
+from unipar.memory.recording.watcher import MemoryRecorder, PhaseSignal, TensorHolder, choose_event_sources
 from unipar.memory.sources.malloc_meter import MallocMeter
 
 
@@ -59,15 +59,12 @@ class ScriptMemory:
         self._sites = sites
         self._holder = holder
         self._named: _CollectiveTensors | None = None
-        self.on_phase: Any = None
-        """Function that the recorder gets phases through."""
-
         self.recorder: MemoryRecorder | None = None
         self.world = ScriptWorld(torch.device("cpu"))
         self.missing = ""
         """Reason why no memory is recorded; "" if it is."""
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self, device: torch.device, phases: PhaseSignal) -> None:
         """Set the base mark, before the script makes a model; on a device, when its context is made."""
         self.world.device = device
         if device.type == "cpu" and not MallocMeter.here():
@@ -78,7 +75,7 @@ class ScriptMemory:
             return
         preload = os.environ.get("LD_PRELOAD")
         self.recorder = MemoryRecorder(choose_event_sources(device), self._sites)
-        self.recorder.begin_here(self.world, self)
+        self.recorder.begin_here(self.world, phases)
         if preload is not None:  # processes that this one starts, such as ranks, are observed as well
             os.environ["LD_PRELOAD"] = preload
         self.recorder.follow([self._holder])
