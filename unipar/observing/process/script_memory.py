@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -21,6 +22,7 @@ from unipar.memory.account import RecordingPass
 from unipar.memory.recording.bytes_sent_recorder import collective_of
 from unipar.memory.recording.watcher import MemoryRecorder, PhaseSignal, TensorHolder, choose_event_sources
 from unipar.memory.sources.malloc_meter import MallocMeter
+from unipar.observing.libraries import libraries_here
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class ScriptMemory:
             )
             return
         preload = os.environ.get("LD_PRELOAD")
-        self.recorder = MemoryRecorder(choose_event_sources(device), self._sites)
+        self.recorder = MemoryRecorder(choose_event_sources(device), self._sites, sends=_library_sends)
         self.recorder.begin_here(self.world, phases)
         if preload is not None:  # processes that this one starts, such as ranks, are observed as well
             os.environ["LD_PRELOAD"] = preload
@@ -137,6 +139,11 @@ class ScriptMemory:
     def _write(self, folder: Path) -> None:
         if self.recorder is not None:
             self.recorder.write_account(folder)
+
+
+def _library_sends() -> AbstractContextManager[Mapping[str, int]] | None:
+    """Return what counts the bytes that a library of the script sends without torch.distributed, or None."""
+    return next((counting for library in libraries_here() if (counting := library.sends()) is not None), None)
 
 
 @final
