@@ -29,6 +29,7 @@ from unipar.errors import UniparError
 from unipar.observing.libraries import known_libraries, libraries_here
 from unipar.observing.process.patches import Patches
 from unipar.observing.process.rank_record import RankRecord
+from unipar.observing.process.script_flops import COUNTED_STEP, ScriptFlops
 from unipar.observing.process.script_memory import ScriptMemory
 from unipar.observing.process.script_state import ScriptState
 from unipar.observing.process.step_phases import StepPhases
@@ -85,6 +86,7 @@ class Observer:
             sites |= library.sites
         self.memory = ScriptMemory(self.settings.steps, sites, self.state)
         self.record = RankRecord(self.settings, self.state)
+        self._flops = ScriptFlops(self.phases)
         self._clock: SleepClock | None = None
         self._clock_runs = self._clocked = False
         """Whether the clock counts now, and whether it does in this step."""
@@ -149,6 +151,7 @@ class Observer:
         self.stopped = reason
         self._patches.undo()
         self.memory.drop()
+        self._flops.drop()
         self.record.note(f"observing stopped in step {self.phases.step}: {reason}")
         sys.stderr.write(f"unipar observe: stopped in step {self.phases.step}: {reason}\n")
 
@@ -272,6 +275,7 @@ class Observer:
         since = step - self.settings.steps[1]
         if since <= 0:
             self.memory.step_begins(step)
+            self._flops.step_begins(step)
         self._clocked = since > 0 and (since <= _CLOCKED_FIRST or since % _CLOCKED_EVERY == 0)
         if self._clocked:
             self._begin_clock()
@@ -280,6 +284,8 @@ class Observer:
         """Write the step to the run log."""
         if self._clock_runs:
             self._pause_clock()
+        if step <= COUNTED_STEP:
+            self._end_counting(step)
         now = time.perf_counter()
         recorded = step <= self.settings.steps[1] or step in self.settings.checks
         seconds = None if self._ended_at is None or recorded else now - self._ended_at
@@ -289,6 +295,11 @@ class Observer:
         if recorded and (self.memory.step_ends(step, self.settings.folder) or step in self.settings.checks):
             self.record.write(self.memory.lost)
             self._ended_at = time.perf_counter()
+
+    def _end_counting(self, step: int) -> None:
+        self._flops.step_ends(step, self.record.device)
+        if self._flops.work is not None:
+            self.record.add_work(self._flops.work)
 
     def on_steps_merged(self) -> None:
         """Begin to count anew: another optimizer belongs to each step."""

@@ -24,6 +24,7 @@ from unipar.observing.process.script_recipe import ScriptRecipe
 from unipar.observing.process.script_state import ScriptState, layers_of, parameters_of, whole_size
 from unipar.observing.process.step_phases import Phase
 from unipar.observing.settings import ObserveSettings
+from unipar.profiling.work import RankWork
 from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, ObservedState, observed_rank_path
 from unipar.run_folder.layout import run_log_path
 from unipar.run_folder.run_log import RunLog
@@ -59,6 +60,7 @@ class RankRecord:
         self._script: dict[str, Any] = {}
         """What the script trains with."""
 
+        self._work: RankWork | None = None
         self._log: RunLog | None = None
         self._logged_now = True
         """Whether the present step has a line in the run log: then its numbers are read from the device."""
@@ -103,6 +105,17 @@ class RankRecord:
     def opened(self) -> bool:
         """Whether rank and size are known, so that something can be written."""
         return self._log is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the models' parameters."""
+        return _device_of(self._state)
+
+    def add_work(self, work: RankWork) -> None:
+        """Note the operations of a step, or why they were not counted."""
+        self._work = work
+        for text in work.notes:
+            self.note(text)
 
     def note(self, text: str) -> None:
         """Add a sentence on what could not be observed."""
@@ -192,7 +205,7 @@ class RankRecord:
                 known, unscaled = self._unscaled
                 self._backward_losses.append(unscaled if known == id(loss) else loss.detach())
         if number == 1 and step in self._settings.checks:
-            self._random[step] = digest_tensor(generator_state(_device_of(self._state)))
+            self._random[step] = digest_tensor(generator_state(self.device))
 
     def add_clip(self, step: int, norm: Tensor | float, limit: Any) -> None:
         """Note the norm that a clip returns."""
@@ -337,6 +350,7 @@ class RankRecord:
             seconds=median(self._times) if self._times else None,
             phases={name: median(phases.get(name, 0.0) for phases in self._phases) for name in sorted(names)},
             waiting=self._waiting,
+            work=self._work,
             backwards=tuple(self._backwards),
             losses=tuple(self._losses),
             batches=tuple(self.batches.first),
