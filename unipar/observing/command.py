@@ -111,7 +111,7 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> Path:
             if entry.is_dir():
                 shutil.rmtree(entry)
             else:
-                entry.unlink()
+                entry.unlink(missing_ok=True)  # another machine that shares the folder may have removed it
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -126,7 +126,7 @@ def describe_work(ranks: Sequence[ObservedRank]) -> list[str]:
     figures = step_figures(work, seconds, flops, precision)
     speed = "" if figures.flops_per_second is None else f"; {format_flops(figures.flops_per_second)}/s"
     mfu = "" if figures.mfu is None else f"; MFU {figures.mfu:.1%} in {precision}"
-    where = f" on {count_of(len(ranks), 'rank')}" if len(ranks) > 1 else ""
+    where = f" on {count_of(len(ranks), 'rank')}" if ranks[0].size > 1 else ""
     return [f"forward and backward of a step: {format_flops(flops)}{where}, counted {work[0].flops_by}{speed}{mfu}"]
 
 

@@ -131,6 +131,7 @@ class RankRecord:
         if self._log is not None:
             return
         folder = self._settings.folder
+        folder.mkdir(parents=True, exist_ok=True)  # another machine may not share it
         while size == 1 and not _claim(folder, rank):
             rank += 1
         self._place = {"rank": rank, "size": size, "launched_size": launched_size, "host": host, "pid": os.getpid()}
