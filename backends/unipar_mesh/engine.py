@@ -78,6 +78,7 @@ class MeshEngine(ShardedEngine):
         self._sequences = self._arm_context(part, options.attention)
         self._stage, self._executor = self._arm_pipeline(part, shell)
         self._prove(part, look, full, narrowest, options.proof)
+        self._tokens.forget()
 
     # Set-up, in this order
 

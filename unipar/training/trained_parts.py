@@ -388,8 +388,8 @@ def collect_expert_tokens(parts: Mapping[str, TrainedPart]) -> dict[str, Any]:
 def flatten_logged_step(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the row of a logged step as a flat mapping of names to numbers, for trackers.
 
-    Names are such as `loss/critic` for a part, `lr/0` for a group of the optimizer, and `lr/critic/0` for both. Values of
-    experts are those of the least even layer.
+    Names are such as `loss/critic` for a part, `lr/0` for a group of the optimizer, and `lr/critic/0` for both. Values
+    of experts are those of the least even layer.
     """
     flat = {key: value for key, value in row.items() if key not in ("parts", "memory", "flops_by", "experts")}
     if layers := row.get("experts", {}).values():

@@ -66,15 +66,19 @@ class TokenCounts:
         # ranks along `tensor` have the same tokens, those along `pipeline` other layers, those along `context` others
         own = self._sent.clone() if world.mesh.seat["tensor"] == 0 else torch.zeros_like(self._sent)
         tokens = [layer.tolist() for layer in world.sum(own).cpu().split(self._sizes)]
-        self._sent.zero_()
-        self._got = {name: _RankTokens() for name in self._got}
+        of_layer = zip(self._got, tokens, fullest.tolist(), strict=True)
+        self.forget()
         ranks = world.data_size * world.mesh.sizes["context"]
-        taken = zip(self._got, tokens, fullest.tolist(), strict=True)
         return {
             name: ExpertTokens(each, total * ranks / sum(each), most * microbatches * ranks / sum(each))
-            for name, each, (total, most, microbatches) in taken
+            for name, each, (total, most, microbatches) in of_layer
             if any(each)
         }
+
+    def forget(self) -> None:
+        """Begin to count again."""
+        self._sent.zero_()
+        self._got = {name: _RankTokens() for name in self._got}
 
 
 def _runs_again() -> bool:
