@@ -113,6 +113,7 @@ class MeshEngine(ShardedEngine):
         own, blocks = self.split.own_blocks, self.split.facts.blocks
         first, last = own[0] == blocks[0], own[-1] == blocks[-1]
         sequences = SequenceSplit(part.module, own, self.group("context"), enters=first, leaves=last, attention=way)
+        sequences.around_trial = partial(self._tokens.counting, on=False)
         sequences.arm()
         sequences.follow_length(part.module.get_submodule(blocks[0]))
         return sequences

@@ -269,7 +269,8 @@ def describe_experts(step: int, layers: Mapping[str, Mapping[str, Any]]) -> str:
     name, most = max(layers.items(), key=lambda layer: layer[1]["fullest"])
     rank, unused = max(layer["rank"] for layer in layers.values()), sum(layer["unused"] for layer in layers.values())
     text = f"the fullest got {most['fullest']:.2f} times an even share ({name}), the fullest rank {rank:.2f} times"
-    return f"{text}, {count_of(unused, 'expert')} no token at step {step}"
+    none = f", {count_of(unused, 'expert')} got no token" if unused else ""
+    return f"{text}{none} at step {step}"
 
 
 def _find_run_logs(run: Path) -> list[Path]:

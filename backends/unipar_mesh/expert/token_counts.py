@@ -39,13 +39,13 @@ class TokenCounts:
         self._training = False
 
     @contextmanager
-    def counting(self) -> Generator[None]:
-        """Context manager: forwards in the body are those of training, and are counted."""
-        self._training = True
+    def counting(self, *, on: bool = True) -> Generator[None]:
+        """Context manager: forwards in the body are those of training, and are counted; or not, if `on` is false."""
+        before, self._training = self._training, on
         try:
             yield
         finally:
-            self._training = False
+            self._training = before
 
     def add(self, name: str, sent: Tensor, got: int) -> None:
         """Count a forward of a layer: tokens that this rank sends to each expert, and those that its own get."""
