@@ -385,7 +385,7 @@ def _idle_settings(source: CheckedSource, launcher: str) -> Iterator[str]:
     trace = config.log.trace
     if trace is not None and steps is not None and trace.steps[1] > steps:
         yield (
-            f"log.trace.steps{source.place('log.trace.steps')}: {list(trace.steps)} end beyond the last step, "
+            f"log.trace.steps{source.place('log.trace.steps')}: {list(trace.steps)} ends beyond the last step, "
             f"train.steps{source.place('train.steps')}: {steps}; choose steps from 1 to {steps}, or leave log.trace out"
         )
     for key in ("batch.memory", "batch.headroom"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -73,46 +73,53 @@ class RunTrace(NamedTuple):
         return "\n".join([self.title, self.cost, "", format_table(heads, self.rows, right=(1, 2, 3), width=width)])
 
 
-def traces_of(rank: int, events: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[RunTrace]:
-    """Yield the trace of a rank, if its run log has one."""
-    for event in events:
-        if event["event"] == "trace":
-            first, last = int(event["first"]), int(event["step"])
-            yield RunTrace(
-                rank,
-                first,
-                last,
-                folder / str(event["file"]),
-                float(event["seconds"]),
-                _median_of_others(events, range(first, last + 1), event.get("before")),
-                str(event["counted_on"]),
-                tuple(Entry(str(e["name"]), int(e["calls"]), float(e["seconds"])) for e in event["entries"]),
-            )
+def trace_of(rank: int, events: Sequence[Mapping[str, Any]], folder: Path) -> RunTrace | None:
+    """Return the trace of a rank by its events, the last one if an earlier attempt wrote another; None without one."""
+    traced = [event for event in events if event["event"] == "trace"]
+    if not traced:
+        return None
+    event = traced[-1]
+    return RunTrace(
+        rank,
+        int(event["first"]),
+        int(event["step"]),
+        folder / str(event["file"]),
+        float(event["seconds"]),
+        _median_of_others(events, traced),
+        str(event["counted_on"]),
+        tuple(Entry(str(e["name"]), int(e["calls"]), float(e["seconds"])) for e in event["entries"]),
+    )
 
 
-def _median_of_others(events: Sequence[Mapping[str, Any]], traced: range, before: float | None) -> float | None:
+def _median_of_others(events: Sequence[Mapping[str, Any]], traces: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the median of a step's seconds in logged rows without a traced step, and without the first step.
 
-    `before`: seconds of a step just before the trace, if there is no such row.
+    In a comparison it is that of the timed steps; without such rows, what was measured before the trace.
     """
     if (turns := next((e["seconds"] for e in events if e["event"] == "untraced"), None)) is not None:
         return float(turns)
+    traced = {step for trace in traces for step in range(int(trace["first"]), int(trace["step"]) + 1)}
     seconds, since = list[float](), 0
     for event in events:
         if event["event"] == "step":
             number = int(event["step"])
-            if number > 1 and event.get("seconds") and not set(traced) & set(range(since + 1, number + 1)):
+            if number > 1 and event.get("seconds") and traced.isdisjoint(range(since + 1, number + 1)):
                 seconds.append(float(event["seconds"]))
             since = number
-    return median(seconds) if seconds else before
+    return median(seconds) if seconds else traces[-1].get("before")
+
+
+def list_traces(by_rank: Mapping[int, Sequence[Mapping[str, Any]]], folder: Path) -> list[RunTrace]:
+    """Return the traces of a run by the events of its ranks."""
+    found = [trace_of(rank, events, folder) for rank, events in by_rank.items()]
+    return [trace for trace in found if trace is not None]
 
 
 def read_traces(run: Path) -> list[RunTrace]:
     """Return the traces of the ranks of a run; raise ReportError if there is none."""
     logs = sorted(run.glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
     by_rank = {int(log.stem.removeprefix("rank-")): list(RunLog.read(log)) for log in logs}
-    traces = [trace for rank, events in by_rank.items() for trace in traces_of(rank, events, run)]
-    if traces:
+    if traces := list_traces(by_rank, run):
         return traces
     if said := [str(e["said"]) for events in by_rank.values() for e in events if e["event"] == "no trace"]:
         raise ReportError(f"{run} has no trace: {said[0]}")

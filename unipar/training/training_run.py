@@ -472,7 +472,7 @@ def _require_step(config: Config, steps: int) -> None:
     trace = config.log.trace
     if config.train.epochs is not None and trace is not None and trace.steps[1] > steps:
         raise ConfigError(
-            f"log.trace.steps: {list(trace.steps)} end beyond the last step: train.epochs: {config.train.epochs} are "
+            f"log.trace.steps: {list(trace.steps)} ends beyond the last step: train.epochs: {config.train.epochs} are "
             f"{steps} steps; choose steps from 1 to {steps}, or leave log.trace out"
         )
 

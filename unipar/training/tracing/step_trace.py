@@ -38,6 +38,9 @@ from unipar.utils.procfs import anonymous_memory
 _LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
 """Variable of torch's profiler, whose lines about its own start would be among a rank's."""
 
+_ACTIVITIES: Final = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+"""Activities of devices that torch's profiler records, where torch is built for them."""
+
 
 class Note(Protocol):
     """Function that writes an event into this rank's run log."""
@@ -90,8 +93,8 @@ class StepTrace:
 
     def _start(self) -> None:
         os.environ.setdefault(_LOG_LEVEL, "99")
-        device = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(self._world.device.type)
-        activities = {ProfilerActivity.CPU, device} & supported_activities()
+        on = _ACTIVITIES.get(self._world.device.type, ProfilerActivity.CPU)
+        activities = {ProfilerActivity.CPU, on} & supported_activities()
         profiled = profile(activities=activities)
         try:
             with warnings.catch_warnings():
@@ -207,7 +210,7 @@ class StepTrace:
     def _held(self) -> dict[str, int]:
         """Return the bytes that are allocated now, by category."""
         device = self._world.device
-        held: dict[str, int] = dict(bytes_held_by(self._engines, device.type))
+        held: dict[str, int] = {**bytes_held_by(self._engines, device.type)}
         allocated = bytes_allocated(device) if has_own_memory(device) else anonymous_memory()
         return held | {"unattributed": max(0, allocated - sum(held.values()))}
 

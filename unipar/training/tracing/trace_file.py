@@ -30,6 +30,10 @@ _CALLS: Final = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 _CALL_OF_TORCH: Final = "record_param_comms"
 """Name of an event with which torch itself tells the group and the elements of a collective of NCCL."""
 
+_WORK_OF_GLOO: Final = "gloo:"
+_BY_ANOTHER: Final = {"reduce_scatter": "all_reduce"}
+"""Collectives that gloo does by another one, where it has none for them."""
+
 _MODE: Final = "PythonDispatchMode"
 """Name of the time that an operator spends in a dispatch mode, as that which names collectives."""
 
@@ -108,8 +112,7 @@ def complete_trace(trace: dict[str, Any], ranges: Sequence[TracedRange], rank: i
             event["args"] = {**args, **own.args}
         elif event.get("ph") == "M" and name == "process_name" and args.get("name") == "python":
             args["name"] = f"rank {rank}"
-    for kind, of_kind in calls.items():
-        _name_work_of_gloo(events, kind, sorted(of_kind, key=lambda call: call[0]["ts"]))
+    _name_work_of_gloo(events, calls)
     trace["traceEvents"] = [e for e in events if e.get("ph") == "M" or e.get("ts", begin) >= begin] + counters
 
 
@@ -126,14 +129,22 @@ def _told_by_torch(args: Mapping[str, Any], axis_of: AxisOfGroup) -> TracedRange
 
 
 def _name_work_of_gloo(
-    events: Iterable[dict[str, Any]], kind: str, calls: Sequence[tuple[dict[str, Any], TracedRange]]
+    events: Iterable[dict[str, Any]], calls: Mapping[str, Sequence[tuple[dict[str, Any], TracedRange]]]
 ) -> None:
     """Name the work of gloo's threads by the calls that started it, in their order; not if their numbers differ."""
-    work = sorted((e for e in events if e.get("name") == f"gloo:{kind}"), key=itemgetter("ts"))
-    if len(work) == len(calls):
-        for event, (call, own) in zip(work, calls, strict=True):
-            event["name"], event["args"] = own.name, {**event.get("args", {}), **own.args}
-            call["cat"] = _PHASE  # else the collective would count twice
+    work: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        if str(event.get("name", "")).startswith(_WORK_OF_GLOO):
+            work.setdefault(event["name"].removeprefix(_WORK_OF_GLOO), []).append(event)
+    by_work: dict[str, list[tuple[dict[str, Any], TracedRange]]] = {}
+    for kind, of_kind in calls.items():
+        by_work.setdefault(kind if kind in work else _BY_ANOTHER.get(kind, kind), []).extend(of_kind)
+    for kind, of_kind in by_work.items():
+        started = sorted(work.get(kind, ()), key=itemgetter("ts"))
+        if len(started) == len(of_kind):
+            for event, (call, own) in zip(started, sorted(of_kind, key=lambda call: call[0]["ts"]), strict=True):
+                event["name"], event["args"] = own.name, {**event.get("args", {}), **own.args}
+                call["cat"] = _PHASE  # else the collective would count twice
 
 
 def largest_entries(trace: Mapping[str, Any]) -> tuple[str, list[TraceEntry]]:
