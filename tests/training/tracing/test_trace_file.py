@@ -109,7 +109,7 @@ def test_work_of_gloo_keeps_its_name_if_it_is_more_than_was_called() -> None:
 )
 def test_collectives_of_nccl_are_named_by_what_torch_tells(told: str, name: str) -> None:
     """The bytes are those of the larger tensor; a kernel keeps its name, and counts as the collective."""
-    args = {
+    args: dict[str, Any] = {
         "Collective name": told,
         "In msg nelems": 1024,
         "Out msg nelems": 2048,
