@@ -84,6 +84,16 @@ def test_two_ranks_of_which_one_is_traced(tmp_path: Path, monkeypatch: pytest.Mo
     assert {"all_reduce over data", "aten::addmm"} <= {entry.name for entry in found.entries} | {"aten::addmm"}
 
 
+def test_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine clips in a range of its own; the optimizer has the name that torch gives it."""
+    told = CONFIG | {"train": {**CONFIG["train"], "steps": 4, "clip": 1.0}, "task": TASK, "backend": "deepspeed"}
+    with short_folder(monkeypatch):
+        unipar.launch({**told, "log": {"trace": {"steps": [3, 3]}}, "out": str(tmp_path / "run")})
+    events = read(tmp_path / "run")
+    assert phases(events) == ["step 3", "data", "forward", "backward", "update", "clip", "between"]
+    assert "Optimizer.step#SGD.step" in {event["name"] for event in events}
+
+
 def test_microbatches_and_parts_of_the_update(tmp_path: Path) -> None:
     """Phases follow each other in a step; the engine is as before when the trace has ended."""
     with running(Line(), tmp_path, **settings(2, 3)) as run:
