@@ -138,8 +138,8 @@ def test_own_time_on_the_cpu() -> None:
         event("aten::mm", 10.0, 30.0),
         event("aten::mm", 60.0, 10.0),
         event("aten::add", 10.0, 5.0, tid=2),
-        event("PythonDispatchMode", 200.0, 5.0),
-        event("Model.forward", 204.0, 9.0),  # begun in the mode, and not ended there
+        event("profiler::enter", 200.0, 5.0),
+        event("Model.forward", 204.0, 9.0),  # begun in that, and not ended there
         event("aten::mul", 206.0, 6.0),
     ]
     assert largest_entries({"traceEvents": events}) == (
@@ -149,6 +149,7 @@ def test_own_time_on_the_cpu() -> None:
             TraceEntry("aten::linear", 1, 1e-5),
             TraceEntry("aten::mul", 1, 6e-6),
             TraceEntry("aten::add", 1, 5e-6),
+            TraceEntry("profiler::enter", 1, 5e-6),
             TraceEntry("Model.forward", 1, 3e-6),
         ],
     )
