@@ -376,6 +376,13 @@ MESH_CASES = (
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
 
+EXPERT_CASES = {
+    "native/nothing+expert2": (
+        "frozen teacher", "blocks recomputed", "bf16-mixed", "fp64", "averaged", "evaluation in the middle",
+    ),
+}  # fmt: skip
+"""Cases that `make test` plays in a strategy of experts, besides those of each strategy with axes."""
+
 MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged", "muon")
 
 SIZES_ONLY_VARIANT = "library"

@@ -10,6 +10,7 @@ from tests.conformance.cases import (
     CASES,
     COMPILED,
     EVERYWHERE,
+    EXPERT_CASES,
     MAIN_CASES,
     MESH_CASES,
     MESH_EVERYWHERE,
@@ -45,6 +46,7 @@ def select_cases(strategy: Strategy, size: int, *, whole: bool) -> list[str]:
             names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 == turn]
         elif size == copies * strategy.axes.fewest_ranks:
             names = _short_cases(MESH_STRATEGIES.index(str(strategy)), 2 if size == 2 else 1)
+            names |= set(EXPERT_CASES.get(str(strategy), ()))
         else:
             names = ()
     elif not whole and size == 2:
