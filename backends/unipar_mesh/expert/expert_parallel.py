@@ -59,8 +59,7 @@ def _arm_stacked(
             exchange = Exchange.of(torch.bincount(expert, minlength=layer.experts), group)
         else:
             exchange = Exchange.assumed(assumed, len(order), own, group, order.device)
-        sent = exchange.there(rows[order // slots])
-        weight = exchange.there(weights.reshape(-1)[order])
+        sent, weight = _send_weighted(exchange, rows[order // slots], weights.reshape(-1)[order])
         idle = len(sent) == 0  # its parameters need gradients all the same, and libraries a forward
         mine = (_one_row(sent), exchange.experts.new_zeros(1), _one_row(weight)) if idle else None
         given, chosen, scale = mine or (sent, exchange.experts, weight)
@@ -101,6 +100,14 @@ def _arm_list(
         return listed.run(run_experts, args, kwargs)
 
     module.forward = forward
+
+
+def _send_weighted(exchange: Exchange, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows and their weights as the ranks of their experts get them, in one message if they have one dtype."""
+    if rows.dtype != weights.dtype or rows.ndim != 2:
+        return exchange.there(rows), exchange.there(weights)
+    both = exchange.there(torch.cat([rows, weights[:, None]], 1))
+    return both[:, :-1].contiguous(), both[:, -1]
 
 
 def _one_row(rows: Tensor) -> Tensor:
