@@ -95,8 +95,7 @@ class Step:
     """Norm of all gradients before clipping, equal on all ranks."""
 
     skipped: bool | Tensor = False
-    """True if the weights did not change because of an overflow: normal in fp16, which then lowers its loss scale; an
-    error in other precisions. A tensor in fp16 if the host does not wait for the answer."""
+    """True if the weights did not change because the norm is not finite; a tensor if the host does not wait for it."""
 
 
 class Region(NamedTuple):

@@ -72,8 +72,7 @@ def _arm_stacked(
             exchange = _exchange(torch.bincount(expert, minlength=layer.experts), layer, group, count)
         else:
             exchange = Exchange.assumed(assumed, len(order), own, group, order.device)
-        sent = exchange.there(rows[order // slots])
-        weight = exchange.there(weights.reshape(-1)[order])
+        sent, weight = _send_weighted(exchange, rows[order // slots], weights.reshape(-1)[order])
         idle = len(sent) == 0  # its parameters need gradients all the same, and libraries a forward
         mine = (_one_row(sent), exchange.experts.new_zeros(1), _one_row(weight)) if idle else None
         given, chosen, scale = mine or (sent, exchange.experts, weight)
@@ -126,6 +125,14 @@ def _exchange(counts: Tensor, layer: ExpertLayer, group: dist.ProcessGroup, coun
     if count is not None:
         count(layer.name, counts, sum(exchange.received))
     return exchange
+
+
+def _send_weighted(exchange: Exchange, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows and their weights as the ranks of their experts get them, in one message if they have one dtype."""
+    if rows.dtype != weights.dtype or rows.ndim != 2:
+        return exchange.there(rows), exchange.there(weights)
+    both = exchange.there(torch.cat([rows, weights[:, None]], 1))
+    return both[:, :-1].contiguous(), both[:, -1]
 
 
 def _one_row(rows: Tensor) -> Tensor:
