@@ -120,19 +120,19 @@ def _arm_list(
     module.forward = forward
 
 
-def _exchange(counts: Tensor, layer: ExpertLayer, group: dist.ProcessGroup, count: Count | None) -> Exchange:
-    exchange = Exchange.of(counts, group)
-    if count is not None:
-        count(layer.name, counts, sum(exchange.received))
-    return exchange
-
-
 def _send_weighted(exchange: Exchange, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows and their weights as the ranks of their experts get them, in one message if they have one dtype."""
     if rows.dtype != weights.dtype or rows.ndim != 2:
         return exchange.there(rows), exchange.there(weights)
     both = exchange.there(torch.cat([rows, weights[:, None]], 1))
     return both[:, :-1].contiguous(), both[:, -1]
+
+
+def _exchange(counts: Tensor, layer: ExpertLayer, group: dist.ProcessGroup, count: Count | None) -> Exchange:
+    exchange = Exchange.of(counts, group)
+    if count is not None:
+        count(layer.name, counts, sum(exchange.received))
+    return exchange
 
 
 def _one_row(rows: Tensor) -> Tensor:
