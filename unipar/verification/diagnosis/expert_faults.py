@@ -134,10 +134,11 @@ def classify_idle(case: FaultCase, step: int) -> Fault | None:
             stale.append(unit)
     if not stale:
         return None
+    names = first_few([_shown(unit, units) for unit in stale])
     return Fault(
         "an old gradient of experts without tokens",
-        f"in step {step} {first_few([_shown(unit, units) for unit in stale])} have the gradient of step {step - 1}, and in one process none: no token "
-        "chose these experts, and nothing set their gradients to zero",
+        f"in step {step} {names} have the gradient of step {step - 1}, and in one process none: no token chose these "
+        "experts, and nothing set their gradients to zero",
     )
 
 

@@ -278,8 +278,8 @@ def _wrong_gradients(case: FaultCase, step: int) -> Fault | None:
             says = (
                 f"{measured}: it was added up over the {size} ranks of expert, whose tokens it contains already"
                 if apart
-                else f"{measured}: the {size} ranks of {axis} train on the same samples, and a gradient must not grow with "
-                "their number; it may have been added up over ranks that all have the whole of it"
+                else f"{measured}: the {size} ranks of {axis} train on the same samples, and a gradient must not grow "
+                "with their number; it may have been added up over ranks that all have the whole of it"
             )
             return Fault(f"scaled by the size of {axis}", says)
         if case.is_near(middle, 1.0 / size):

@@ -39,8 +39,8 @@ def classify_start(case: FaultCase) -> Fault | None:
         first, other = next(iter(swapped.items()))
         return Fault(
             "weights in each other's place",
-            f"before step 1, {first} has the weights that {other} has in one process, and of {len(swapped)} such tensors "
-            "each has those of another one: they were loaded, or sent to their ranks, in another order",
+            f"before step 1, {first} has the weights that {other} has in one process, and of {len(swapped)} such "
+            "tensors each has those of another one: they were loaded, or sent to their ranks, in another order",
         )
     return classify_kept_dtype(case) or Fault(
         "other initial weights", f"before step 1, {_of_names(wrong)} from those of one process"
