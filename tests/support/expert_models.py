@@ -183,3 +183,25 @@ class OfUser(_Words):
     def loss(self, model: Any, batch: Any) -> Tensor:
         (words,) = batch
         return F.cross_entropy(model(words)[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
+class TiedRouter(nn.Linear):
+    """Router whose first two scores are the same sum in other orders, so that rounding decides which is larger."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        scores = super().forward(input)
+        tied = [(input.flip(-1) * self.weight[0].flip(0)).sum(-1), (input * self.weight[0]).cumsum(-1)[..., -1]]
+        bias = torch.tensor([0.5, 0.5, 1.5, *[0.0] * (scores.shape[-1] - 5), -1.0, -1.0])
+        return torch.cat([torch.stack(tied, -1), scores[..., 2:]], -1) + bias.to(scores.dtype)
+
+
+class Tied(OfUser):
+    """A user's mixture of stacked experts, in which rounding decides for many tokens which expert they go to."""
+
+    @override
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        for layer in net.layers:
+            layer.mixture.router = TiedRouter(WIDTH, self.number)
+        return net

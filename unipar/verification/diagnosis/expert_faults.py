@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from unipar.engines.router_choices import RouterChoice, moved_tokens
 from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis.case import Fault, FaultCase, is_right, unit_gradients, whole_gradient
 from unipar.verification.judgement.record import SketchVector
@@ -25,7 +26,35 @@ _ROW_NEAR = 1e-3
 
 def classify_forward(case: FaultCase, step: int) -> Fault | None:
     """Return the fault of outputs that differ first, if it is one of the way of tokens, or of an auxiliary loss."""
-    return _classify_rows(case, step) or _classify_auxiliary(case, step, "forward")
+    return _classify_ties(case, step) or _classify_rows(case, step) or _classify_auxiliary(case, step, "forward")
+
+
+def _classify_ties(case: FaultCase, step: int) -> Fault | None:
+    """Return the near-ties of a router, if they are all that differs where outputs differ first."""
+    place = case.module_differences["forward"]
+    near = _ROW_NEAR * case.near / 0.005
+    tied, total, widest = 0, 0, 0.0
+    for mine, right in _calls(case, "rows", place.module):
+        moved = moved_tokens(_choice(right), _choice(mine))
+        tokens = {token.token for token in moved}
+        widest = max([widest, *(token.gap for token in moved)])
+        others = (mine["sketch"] - right["sketch"]).norm(dim=1)
+        others[list(tokens)] = 0.0
+        if widest > near or float(others.max()) > near * float(right["sketch"].norm(dim=1).mean()):
+            return None
+        tied, total = tied + len(tokens), total + len(others)
+    if not tied:
+        return None
+    return Fault(
+        "a near-tie of a router",
+        f"in step {step} {tied} of {count_of(total, 'token')} go to another expert of {place.module}, whose weight is "
+        f"that of the expert in one process up to {widest:.1e}: rounding decides between them, and no fault of the "
+        "strategy is known; fp64 (train.precision), or another seed, has fewer such ties",
+    )
+
+
+def _choice(row: Mapping[str, Any]) -> RouterChoice:
+    return RouterChoice(row["experts"], row["weights"])
 
 
 def _classify_rows(case: FaultCase, step: int) -> Fault | None:

@@ -93,7 +93,8 @@ class StepTrace:
             return (rows.detach().double() @ signs).cpu()
 
         row = {"way": "rows", "module": name, "at": at, "number": number, "shape": tuple(out.shape)}
-        self.rows.append({**row, "sketch": project(out), "chosen": numbers[0].detach().cpu()})
+        choice = {"experts": numbers[0].detach().cpu(), "weights": weights[-1].detach().cpu()}
+        self.rows.append({**row, "sketch": project(out), **choice})
         if not self._slots:
             return
         self._quiet, parts = True, list[Tensor]()
