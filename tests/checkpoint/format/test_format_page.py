@@ -27,7 +27,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[tuple[str, str], A
     data = (path / "manifest.json").read_bytes()
     assert (path / "manifest.sha256").read_text() == f"{hashlib.sha256(data).hexdigest()}  manifest.json\n"
     manifest = json.loads(data)
-    assert manifest["format"] == 1
+    assert manifest["format"] in (1, 2)
     files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
     assert set(files) == {*manifest["files"], "manifest.json", "manifest.sha256"}
     for name, record in manifest["files"].items():
