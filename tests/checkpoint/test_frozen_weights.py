@@ -46,7 +46,16 @@ class Adapted(Line):
 
 
 class Teacher(Adapted):
-    """The frozen layer follows the first one, as in BYOL and DINO: by `.data`, so that no version counts it."""
+    """The frozen layer follows the first one, as in BYOL and DINO: by `.data`, so that no version counts it.
+
+    A bias is frozen and stays as it is.
+    """
+
+    @override
+    def model(self) -> Any:
+        made = super().model()
+        made[3].bias.requires_grad_(requires_grad=False)
+        return made
 
     @override
     def train(self, run: Any) -> None:

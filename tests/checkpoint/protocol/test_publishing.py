@@ -323,3 +323,13 @@ def test_a_rank_that_dies_ends_the_save(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="rank 1 is gone"):
         save_checkpoint(tmp_path, 1, pieces_of_rank(0, 1), {}, decide=decide)
     assert names(tmp_path) == []
+
+
+def test_what_a_killed_save_left_beside_goes_before_room_is_counted(tmp_path: Path) -> None:
+    """Its frozen weights may be larger than what is to be written."""
+    left, seen = tmp_path / "frozen-00000000", list[bool]()
+    (left / "inside").mkdir(parents=True)
+    disk = HookedDisk(lambda operation, name: seen.append(left.exists()) if operation == "free_bytes" else None)
+    save_on_ranks(tmp_path, 1, disks=(disk, Disk()))
+    assert seen == [False]
+    assert names(tmp_path) == ["step-00000001"]
