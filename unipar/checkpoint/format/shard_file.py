@@ -103,6 +103,7 @@ def write_tensors(writing: HashedFile, tensors: Sequence[ShardTensor], metadata:
                     f"{tensor.bytes:,}"
                 )
             writing.write(data)
+            del data  # before the next tensor is read, so that one at a time is in memory
         return writing.finish()
 
 
