@@ -19,6 +19,7 @@ from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.backend import Piece, Region
 from unipar.backend.offered_strategies import config_in_strategy
+from unipar.checkpoint.exporting.writing import ExportWish, export_checkpoint
 from unipar.checkpoint.format.manifest import is_kept_beside
 from unipar.checkpoint.frozen_weights import sums_of
 from unipar.checkpoint.overview.checkpoint_contents import describe_checkpoint
@@ -221,6 +222,9 @@ def test_a_missing_or_changed_file_is_refused(tmp_path: Path) -> None:
         f"lists it: step-00000002 has the weights that are not trained in the folder {name} beside it; copy that "
         f"folder to {tmp_path}/alone from where the checkpoint was saved"
     )
+    alone = verify_checkpoint(tmp_path / "alone" / path.name, beside=False)
+    done = export_checkpoint(alone, tmp_path / "trained.safetensors", ExportWish(trainable=True))
+    assert (done.tensors, done.averages) == (6, 6)
     file.write_bytes(whole)
     shutil.copytree(folder / name, tmp_path / "alone" / name)
     assert verify_checkpoint(tmp_path / "alone" / path.name).manifest.step == 2

@@ -85,32 +85,41 @@ def list_names(folder: Location) -> list[str]:
 
 
 def verify_checkpoint(
-    path: Location, *, threads: int = 2, share: tuple[int, int] = (0, 1), progress: HashProgress | None = None
+    path: Location,
+    *,
+    threads: int = 2,
+    share: tuple[int, int] = (0, 1),
+    progress: HashProgress | None = None,
+    beside: bool = True,
 ) -> CheckpointContents:
     """Check everything about a checkpoint, hashes of all files included; raise CheckpointError if anything is amiss.
 
     Where several ranks verify together, `share` is (rank, world): each hashes its share of the shards and checks all
-    else, so that together they have hashed all.
+    else, so that together they have hashed all. `beside`: whether weights that are not trained are to be read as well,
+    which are in files beside the checkpoint.
     """
-    checkpoint = inspect_checkpoint(path)
+    checkpoint = inspect_checkpoint(path, beside=beside)
     rank, world = share
     names = sorted(checkpoint.manifest.files, key=lambda name: (-checkpoint.manifest.files[name].bytes, name))
-    names = [name for name in names if name != STATE_FILE][rank::world]  # state.json was hashed when it was read
+    names = [name for name in names if name != STATE_FILE and (beside or not is_beside(name))][rank::world]
     _hash_files(checkpoint, names, threads, progress)
     return checkpoint
 
 
-def inspect_checkpoint(path: Location) -> CheckpointContents:
-    """Return a checkpoint's contents after all checks but the hashes of shards; raise CheckpointError if one fails."""
+def inspect_checkpoint(path: Location, *, beside: bool = True) -> CheckpointContents:
+    """Return a checkpoint's contents after all checks but the hashes of shards; raise CheckpointError if one fails.
+
+    `beside`: as for `verify_checkpoint`.
+    """
     _check_folder(path)
     manifest = read_manifest(path)
     step = step_of_folder(path.name)
     if step is not None and step != manifest.step:
         raise CheckpointError(f"{path / MANIFEST_FILE}: of step {manifest.step}, in the folder of step {step}")
-    _check_file_set(path, manifest)
+    _check_file_set(path, manifest, beside=beside)
     state = _read_state(path, manifest)
     for name, pieces in manifest.pieces_by_file.items():
-        if name != STATE_FILE:
+        if name != STATE_FILE and (beside or not is_beside(name)):
             _check_shard(path, name, manifest.files[name].bytes, pieces)
     for tensor in manifest.tensors.values():
         check_tiling(tensor, f"{path / MANIFEST_FILE}")
@@ -180,19 +189,19 @@ def seal_of_manifest(data: bytes) -> bytes:
     return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST_FILE}\n".encode()
 
 
-def _check_file_set(path: Location, manifest: Manifest) -> None:
+def _check_file_set(path: Location, manifest: Manifest, *, beside: bool) -> None:
     """Raise CheckpointError unless the folder holds the files of the manifest and no other entry.
 
     Files beside it, which other checkpoints share, have to be there too.
     """
-    beside = sorted(filter(is_beside, manifest.files))
-    wanted = {MANIFEST_FILE, SEAL_FILE, *manifest.files} - {*beside}
+    shared = sorted(filter(is_beside, manifest.files))
+    wanted = {MANIFEST_FILE, SEAL_FILE, *manifest.files} - {*shared}
     present = set(RemoteFolder(path).sizes()) if isinstance(path, Address) else _files_on_disk(path)
     if extra := sorted(present - wanted):
         raise CheckpointError(f"{path / extra[0]}: not listed in {MANIFEST_FILE}; a checkpoint holds no other files")
     if missing := sorted(wanted - present):
         raise CheckpointError(f"{path / missing[0]}: missing, though {MANIFEST_FILE} lists it")
-    for name in beside:
+    for name in shared if beside else ():
         above = folder_of_file(path, name)
         there = RemoteFolder(above).has(name) if isinstance(above, Address) else os.path.lexists(above / name)
         if not there:

@@ -65,7 +65,8 @@ def export(
         adapter=adapter,
     )
     with progress_bar("verifying") as progress:
-        contents = verify_checkpoint(checkpoint_path(path), progress=progress)
+        only_trained = trainable or to == "peft"  # frozen weights need not be there
+        contents = verify_checkpoint(checkpoint_path(path), progress=progress, beside=not only_trained)
     before = anonymous_memory()
     with progress_bar("writing") as progress:
         done = export_checkpoint(contents, out, wish, progress)
