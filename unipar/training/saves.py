@@ -29,7 +29,7 @@ from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder, code_hash
 from unipar.training.run_loaders import describe_data_position
 from unipar.training.stopping import StepAgreement
-from unipar.training.trained_parts import trained_names
+from unipar.training.trained_parts import trained_piece_names
 from unipar.utils.address import Location
 from unipar.utils.git import git_revision
 
@@ -79,7 +79,7 @@ class RunCheckpoints:
             into or checkpoint_folder(run, settings.to),
             live.world,
             asynchronous=settings.asynchronous,
-            trained=trained_names(live.parts) if saves_frozen_once(live.config, configs) else None,
+            trained=trained_piece_names(live.parts) if saves_frozen_once(live.config, configs) else None,
             mark=live.mark,
             progress=partial(live.heartbeat.set_work, "saving"),
         )

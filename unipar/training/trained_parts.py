@@ -415,7 +415,7 @@ def iterate_pieces(parts: Mapping[str, TrainedPart]) -> Iterator[Piece]:
             yield piece if len(parts) == 1 else replace(piece, name=f"{name}.{piece.name}")
 
 
-def trained_names(parts: Mapping[str, TrainedPart]) -> set[str]:
+def trained_piece_names(parts: Mapping[str, TrainedPart]) -> set[str]:
     """Return the names of trained parameters as pieces have them."""
     prefixes = {name: "" if len(parts) == 1 else f"{name}." for name in parts}
     return {f"{prefixes[name]}{mine}" for name, part in parts.items() for mine in part.state_names.trained}
