@@ -12,6 +12,7 @@ from unipar.config import Config
 from unipar.config.sections.strategy import Axes
 from unipar.data.lengths import TokenRows
 from unipar.errors import TaskError
+from unipar.model.state_names import CheckpointBytes
 from unipar.model.without_values import NeedsValuesError
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchVolume
 from unipar.planning.schedule_walk import Line, PlannedRank, PlannedStage
@@ -42,8 +43,8 @@ class TracedTask:
     units: float | None = None
     """Weight of a sample, or token, of the first microbatch, as the task counts it; None: it defines no weight."""
 
-    checkpoint: int | None = None
-    """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
+    checkpoint: CheckpointBytes | None = None
+    """Bytes of tensors in checkpoints; None if the optimizer cannot be tried without values."""
 
     allocated: int = 0
     """Bytes of parameters with values that model() needed to be created; 0: it runs without values."""
