@@ -379,12 +379,22 @@ def collect_step_values(parts: Mapping[str, TrainedPart]) -> dict[str, Any]:
     return {"loss": loss, "norm": norm, "parts": rows}
 
 
+def collect_expert_tokens(parts: Mapping[str, TrainedPart]) -> dict[str, Any]:
+    """Return how many tokens each expert got since the last call, by layer; all ranks call it together."""
+    taken = (part.engine.take_expert_tokens() for part in parts.values())
+    return {layer: tokens.to_row() for layers in taken for layer, tokens in layers.items()}
+
+
 def flatten_logged_step(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the row of a logged step as a flat mapping of names to numbers, for trackers.
 
-    Names are such as `loss/critic` for a part, `lr/0` for a group of the optimizer, and `lr/critic/0` for both.
+    Names are such as `loss/critic` for a part, `lr/0` for a group of the optimizer, and `lr/critic/0` for both. Values
+    of experts are those of the least even layer.
     """
-    flat = {key: value for key, value in row.items() if key not in ("parts", "memory", "flops_by")}
+    flat = {key: value for key, value in row.items() if key not in ("parts", "memory", "flops_by", "experts")}
+    if layers := row.get("experts", {}).values():
+        worst = {"fullest": max, "entropy": min, "unused": max, "rank": max, "microbatch": max}
+        flat |= {f"experts/{key}": choose(layer[key] for layer in layers) for key, choose in worst.items()}
     for phase in row.get("memory", []):
         flat[f"memory/{phase['name']}"] = phase["peak"]
     for name, part in row.get("parts", {}).items():
@@ -413,6 +423,12 @@ def iterate_pieces(parts: Mapping[str, TrainedPart]) -> Iterator[Piece]:
     for name, part in parts.items():
         for piece in part.engine.pieces():
             yield piece if len(parts) == 1 else replace(piece, name=f"{name}.{piece.name}")
+
+
+def trained_piece_names(parts: Mapping[str, TrainedPart]) -> set[str]:
+    """Return the names of trained parameters as pieces have them."""
+    prefixes = {name: "" if len(parts) == 1 else f"{name}." for name in parts}
+    return {f"{prefixes[name]}{mine}" for name, part in parts.items() for mine in part.state_names.trained}
 
 
 def restore_parts(parts: Mapping[str, TrainedPart], read: Read) -> None:
