@@ -12,8 +12,9 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ from unipar.distributed.place import Place
 from unipar.training.setup import open_run
 from unipar.utils.table import format_table
 
-RANKS, MICRO, MICROS, LENGTH, WORDS = 2, 2, 2, 64, 512
+RANKS, MICRO, MICROS, WORDS, EXPERTS = 2, 2, 2, 512, 8
+WIDTHS = (128, 256)
+"""Widths of the models; a sample has half as many words."""
+
 ROUNDS, WARM, END = 24, 3, 1_000_000
 LIMIT = 1.0
 """Largest ratio of unipar's time of a step to that of the faster of the others."""
@@ -44,33 +48,40 @@ LIMIT = 1.0
 DIFFERENCE = 1e-4
 """Largest difference of the loss after the first steps."""
 
-SIZES: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": LENGTH,
-    "tie_word_embeddings": False,
-    "use_cache": False,
-}
+
+def sizes_of(width: int) -> dict[str, Any]:
+    """Return the config of the model."""
+    return {
+        "vocab_size": WORDS,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": width // 2,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
 
 
 class Mixtral(unipar.Task):
     """Next-word prediction by a small Mixtral, whose experts are multiplied by torch's grouped kernel."""
 
+    def __init__(self, width: int) -> None:
+        self.width = width
+
     @override
     def model(self) -> nn.Module:
-        config: Any = transformers.MixtralConfig(**SIZES)
+        config: Any = transformers.MixtralConfig(**sizes_of(self.width))
         make: Any = transformers.MixtralForCausalLM
         return make._from_config(config, experts_implementation="grouped_mm", attn_implementation="sdpa")
 
     @override
     def data(self) -> Any:
-        return TensorDataset(torch.randint(0, WORDS, (64, LENGTH), generator=torch.Generator().manual_seed(0)))
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randint(0, WORDS, (64, self.width // 2), generator=generator))
 
     @override
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -163,7 +174,7 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
     asked = read_asked(run)
     shard: Shard = asked["shard"]
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(place.rank)}  # DeepSpeed reads both
-    config, task = config_of(shard), Mixtral()
+    config, task = config_of(shard), Mixtral(asked["width"])
     with open_run(settle(config, place.size), registry.find_backend("native"), task, place, run) as live:
         local_batch = next(live.batches())
         micros = [micro.batch for micro in local_batch.micros]
@@ -201,27 +212,31 @@ def measure(place: Place, run: Path, control: socket.socket | None) -> None:
         write_found(run, everything)
 
 
+def of_ranks(ranks: Sequence[Mapping[str, Sequence[float]]], how: Callable[..., float]) -> dict[str, list[float]]:
+    """Return one figure for each round from those of all ranks."""
+    return {name: [how(t) for t in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
+
+
 def benchmark_experts(shards: Sequence[Shard] = ("optimizer", "parameters"), rounds: int = ROUNDS) -> tuple[Any, bool]:
     """Measure the ratio of unipar's step to that of each other library: wall clock, and CPU time of both ranks."""
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []
     good = True
-    for shard in shards:
-        ranks = run_world("benchmarks.experts_time:measure", RANKS, {"shard": shard, "rounds": rounds})
-        times = {
-            name: [max(t) for t in zip(*(r["times"][name] for r in ranks), strict=True)] for name in ranks[0]["times"]
-        }
-        cpu = {name: [sum(t) for t in zip(*(r["cpu"][name] for r in ranks), strict=True)] for name in ranks[0]["cpu"]}
-        found[shard] = {}
+    for width, shard in product(WIDTHS, shards):
+        asked = {"width": width, "shard": shard, "rounds": rounds}
+        ranks = run_world("benchmarks.experts_time:measure", RANKS, asked)
+        times, cpu = (of_ranks([r[kind] for r in ranks], how) for kind, how in (("times", max), ("cpu", sum)))
+        case = f"width {width}, native/{shard}+expert{RANKS}"
+        found[case] = {}
         for name in ("AutoEP", "transformers"):
             wall, work = (
                 interval([a / b for a, b in zip(each["unipar"], each[name], strict=True)]) for each in (times, cpu)
             )
-            found[shard][name] = {"wall": asdict(wall), "cpu": asdict(work)}
+            found[case][name] = {"wall": asdict(wall), "cpu": asdict(work)}
             good = good and wall.middle <= LIMIT
             milliseconds = (f"{statistics.median(times[each]) * 1e3:.0f}" for each in ("unipar", name))
             ratios = (f"{r.middle:.3f} [{r.low:.3f}..{r.high:.3f}]" for r in (wall, work))
-            rows.append((f"native/{shard}+expert{RANKS}", name, *milliseconds, *ratios))
+            rows.append((case, name, *milliseconds, *ratios))
     header = ("two ranks, Mixtral", "beside", "unipar ms", "its ms", "unipar / its", "CPU time")
     print(format_table(header, rows, right=(2, 3)))
     print(f"{rounds} rounds; medians at most {LIMIT:.2f}: {'met' if good else 'MISSED'}\n")

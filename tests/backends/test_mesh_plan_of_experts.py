@@ -67,14 +67,27 @@ def test_each_rank_has_a_part_of_the_experts(traces: TaskTraces) -> None:
 
 
 def test_rows_travel_there_and_back(traces: TaskTraces) -> None:
-    """Rows and weights go there, rows come back, and gradients the other way; numbers of rows go once."""
+    """Rows go there with their weights, rows come back, gradients the other way; numbers of rows go once."""
     (traced,) = traces.of(in_strategy("native/nothing+expert4", 4))
     ((axis, collective, base, slope, calls, ranks),) = [
         (s.axis, s.collective, s.base, s.slope, s.calls, s.ranks) for s in traced.sent
     ]
-    assert (axis, collective, calls, ranks) == ("expert", "all_to_all", 2 * 7, 4)
+    assert (axis, collective, calls, ranks) == ("expert", "all_to_all", 2 * 5, 4)
     back = ROWS * WIDTH * 4
     assert (base, slope) == (2 * 8 * 8, 2 * 2 * (SENT + back))
+
+
+def test_tokens_of_experts_are_added_up_at_logged_steps(traces: TaskTraces) -> None:
+    """If each step is logged: 3 numbers of each of two layers, and one of each of their 8 experts, in 8 bytes."""
+
+    def reduced(every: int) -> tuple[int, int]:
+        config = in_strategy("native/nothing+expert2", 2).changed({"log.every": every})
+        step = traces.predict(PredictionRequest(config, 2, config.batch.settle(2), "cpu"))
+        reduced = [volume for volume in step.sent if volume.collective == "all_reduce"]
+        return sum(volume.size for volume in reduced), sum(volume.calls for volume in reduced)
+
+    (more, calls), (size, few) = reduced(1), reduced(10)
+    assert (more - size, calls - few) == (2 * 8 + 8 * 2 * (3 + 8), 1 + 2)
 
 
 def test_all_rows_to_one_rank_need_more(traces: TaskTraces) -> None:
