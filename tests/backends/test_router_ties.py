@@ -15,16 +15,27 @@ from unipar_mesh.expert.expert_layer import ExpertLayer
 from unipar_mesh.proof.router_ties import RouterTies
 
 import unipar
-from tests.backends.test_expert_parallel import config_of
 from tests.support.expert_models import WIDTH, OfUser, StackedExperts
 from unipar.engines.router_choices import RouterChoice
 from unipar.errors import TaskError
 
 
+def config_of(folder: Path, task: str) -> dict[str, Any]:
+    return {
+        "task": {"use": task},
+        "device": "cpu",
+        "parallel": {"data": 2, "expert": 2},
+        "batch": {"total": 8, "micro": 2},
+        "train": {"steps": 3, "optimizer": {"name": "adamw", "lr": 1e-2}, "clip": 0.5},
+        "log": {"every": 1},
+        "out": str(folder / "run"),
+    }
+
+
 @pytest.mark.usefixtures("forked")
 def test_the_proof_says_which_tokens_tie(tmp_path: Path) -> None:
     """Rounding moves a token of the proof's microbatches; the split model is no other for that."""
-    config = config_of(tmp_path, "Tied", {}, {"expert": 2})
+    config = config_of(tmp_path, "tests.support.expert_models:Tied")
     assert len(unipar.launch(config, quiet=True).losses) == 3
     logs = [(Path(config["out"]) / f"rank-{rank}.log").read_text("utf-8") for rank in (0, 1)]
     said = re.findall(
@@ -65,7 +76,7 @@ def test_a_router_that_depends_on_the_rank(tmp_path: Path) -> None:
         r"and rounding does not explain it: what it computes must not depend on the rank\. "
     )
     with pytest.raises(TaskError, match=sentence):
-        unipar.launch(config_of(tmp_path, f"{Path(__file__)}:ByRank", {}, {"expert": 2}), quiet=True)
+        unipar.launch(config_of(tmp_path, f"{Path(__file__)}:ByRank"), quiet=True)
 
 
 class World:

@@ -104,8 +104,8 @@ class RouterTies:
             for name, (count, total) in [*others.items()][: not self.words]:
                 self.words = (
                     f"; on rank {rank} the router before {name} chooses other experts for {count} of {total} tokens "
-                    "than on rank 0 with the full model, and rounding does not explain it: what it computes must not depend "
-                    "on the rank"
+                    "than on rank 0 with the full model, and rounding does not explain it: what it computes must not "
+                    "depend on the rank"
                 )
         tokens = sum(count for _, count, _ in ranks)
         by_layer: dict[str, int] = {}
