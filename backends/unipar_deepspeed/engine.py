@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 import deepspeed
@@ -35,6 +35,7 @@ from unipar.engines.placement import (
     refuse_scalar_parameters,
 )
 from unipar.engines.state import buffer_pieces, module_holdings, restore_buffers
+from unipar.engines.update_guard import UpdateGuard, skips_updates
 from unipar.errors import TaskError
 from unipar_deepspeed.expert_parallel import (
     ExpertSplit,
@@ -184,14 +185,14 @@ class ZeroEngine(OptimizerEngine):
         assert share is not None
         if not self.world.leads:
             share = torch.zeros_like(share)  # another rank of `tensor` trained on the same samples
-        if self.stage == 0 and self.scaler is not None:
-            assert norm is not None
-            if self.scaler.overflow(norm):
-                self.scaler.check()
+        left_out: bool | Tensor = False
+        if norm is not None and self.stage == 0:
+            left_out = self._guard.leaves_out(norm, self.scaler)
+            if left_out is True:
                 engine.zero_grad()
-                return Step(share, norm, skipped=True)
+                return Step(share, norm, left_out)
         engine.step()
-        skipped = bool(getattr(self.zero, "overflow", False))
+        skipped = left_out or bool(getattr(self.zero, "overflow", False))
         if norm is None or skipped:
             norm = self._norm_of_library()
         if self.stage and self.scaler is not None:
@@ -199,6 +200,11 @@ class ZeroEngine(OptimizerEngine):
             self.scaler.overflow(norm)
             self.scaler.check()
         return Step(share, norm, skipped=skipped)
+
+    @cached_property
+    def _guard(self) -> UpdateGuard:
+        waits = skips_updates(self.config)  # the rate, which then depends on it, is a number that DeepSpeed reads
+        return UpdateGuard(self.base, self.trained, self.rates, self.world.device, self.config, waits=waits)
 
     def _norm_of_library(self) -> Tensor:
         """Return the norm that DeepSpeed's step has computed, on the device; a number is put there without a wait."""

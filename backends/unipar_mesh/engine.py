@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from unipar.backend import Fn, Holding, LossFn, Mark, Micro, Part, Region
+from unipar.backend import ExpertTokens, Fn, Holding, LossFn, Mark, Micro, Part, Region
 from unipar.config import Config
 from unipar.distributed.copies_by_machine import copies_by_machine
 from unipar.distributed.device import has_own_memory
@@ -33,6 +33,7 @@ from unipar.planning.pipeline_order import microbatch_order
 from unipar_mesh.context import SequenceSplit
 from unipar_mesh.context.spread_attention import Choice
 from unipar_mesh.expert.expert_parallel import arm_experts
+from unipar_mesh.expert.token_counts import TokenCounts
 from unipar_mesh.look_at_model import WholeModel
 from unipar_mesh.model_split import LookAtModel, MeshSplit, ProofWay, look_together
 from unipar_mesh.options import MeshOptions, options_of
@@ -42,6 +43,7 @@ from unipar_mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_
 from unipar_mesh.placement_of_parts import Placement, place_model
 from unipar_mesh.proof.proof_of_blocks import WholeBlocks, prove_blocks, say_unproved
 from unipar_mesh.proof.proof_of_model import prove, trained_and_narrowest_dtypes
+from unipar_mesh.proof.router_ties import RouterTies
 from unipar_mesh.refusal_sentences import refuse_part
 from unipar_mesh.sequence.sequence_parts import join_before, part_alone
 from unipar_mesh.tensor.tensor_model import CallsOfBlock, calls_of_blocks
@@ -71,11 +73,13 @@ class MeshEngine(ShardedEngine):
         self._call_through(shell, part, config)
         self._count_elements_once()
         self._arm_tensor(part, sites)
+        self._tokens = TokenCounts(self.split.experts, world)
         for layer in self.split.own_experts:
-            arm_experts(part.module, layer, self.world.groups.experts())
+            arm_experts(part.module, layer, self.world.groups.experts(), count=self._tokens.add)
         self._sequences = self._arm_context(part, options.attention)
         self._stage, self._executor = self._arm_pipeline(part, shell)
         self._prove(part, look, full, narrowest, options.proof)
+        self._tokens.forget()
 
     # Set-up, in this order
 
@@ -110,6 +114,7 @@ class MeshEngine(ShardedEngine):
         own, blocks = self.split.own_blocks, self.split.facts.blocks
         first, last = own[0] == blocks[0], own[-1] == blocks[-1]
         sequences = SequenceSplit(part.module, own, self.group("context"), enters=first, leaves=last, attention=way)
+        sequences.around_trial = partial(self._tokens.counting, on=False)
         sequences.arm()
         sequences.follow_length(part.module.get_submodule(blocks[0]))
         return sequences
@@ -149,7 +154,10 @@ class MeshEngine(ShardedEngine):
         assert part.loss is not None
         batch = look.batch_of(self.split.expert_seat)
         batch = to_device(batch, self.world.device) if has_own_memory(self.world.device) else batch
-        proof: Any = prove if way == "whole" else partial(prove_blocks, sequences=self._sequences)
+        proof: Any = partial(prove_blocks, sequences=self._sequences)
+        if way == "whole":
+            ties = RouterTies(look.choices_of(self.split.expert_seat), self.split.own_experts)
+            proof = partial(prove, ties=ties)
         proof(self, part.loss, batch, full, dtype=narrowest, words=self.split.words)
 
     def wrap(self, part: Part, config: Config) -> None:
@@ -213,11 +221,19 @@ class MeshEngine(ShardedEngine):
 
     @override
     def run_microbatches(self, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
-        stage = self._stage
-        if self._executor is not None:
-            return self._executor.run(fn, micros, divisor, mark, None if self.scaler is None else self.scaler.scale)
-        if stage is None:
-            return super().run_microbatches(fn, micros, divisor, mark)
+        with self._tokens.counting():
+            if self._executor is not None:
+                return self._executor.run(fn, micros, divisor, mark, None if self.scaler is None else self.scaler.scale)
+            if self._stage is None:
+                return super().run_microbatches(fn, micros, divisor, mark)
+            return self._run_stage(self._stage, fn, micros, divisor, mark)
+
+    @override
+    def take_expert_tokens(self) -> Mapping[str, ExpertTokens]:
+        return self._tokens.take()
+
+    def _run_stage(self, stage: Stage, fn: LossFn, micros: Sequence[Micro], divisor: float, mark: Mark) -> Tensor:
+        """Run forward and backward of this rank's only stage; return its share of the loss."""
         live: dict[int, tuple[Tensor, Tensor | None]] = {}
         share: Tensor | None = None
         count = len(micros)

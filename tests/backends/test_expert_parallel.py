@@ -248,3 +248,82 @@ def test_gradients_of_experts_that_are_not_divided(tmp_path: Path) -> None:
         TaskError, match=r"the gradient of layers\.\d\.mixture\.experts\.\w+ is off by 1\.0e\+00 of its"
     ):
         losses(tmp_path, f"{Path(__file__)}:Undivided", {}, {"expert": 2})
+
+
+class FixedRouter(nn.Module):
+    """Mixture whose tokens go to experts by their place in the microbatch: evenly, or most of them to the first."""
+
+    def __init__(self, kind: str, even: bool) -> None:
+        super().__init__()
+        mixture = Mixture(kind, EXPERTS)
+        self.even, self.experts, self.shared = even, mixture.experts, mixture.shared
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, 1)
+        place = torch.arange(len(rows), device=rows.device)
+        first = place % EXPERTS if self.even else torch.zeros_like(place)
+        which = torch.stack([first, (place + 1) % EXPERTS if self.even else 1 + place % 3], 1)
+        weights = torch.full_like(which, 0.5, dtype=rows.dtype)
+        if isinstance(self.experts, StackedExperts):
+            return (self.experts(rows, which, weights) + self.shared(rows)).view_as(hidden)
+        out = self.shared(rows)
+        for number, expert in enumerate(self.experts):
+            row, slot = (which == number).nonzero(as_tuple=True)
+            if len(row):
+                out = out.index_add(0, row, (expert(rows[row]) * weights[row, slot, None]).to(out.dtype))
+        return out.view_as(hidden)
+
+
+class Routed(OfUser):
+    """A mixture with one uneven layer and one that is even."""
+
+    @override
+    def model(self) -> nn.Module:
+        net = Net(self.kind, EXPERTS)
+        for layer, even in zip(net.layers, (False, True), strict=True):
+            layer.mixture = FixedRouter(self.kind, even)
+        return net
+
+    @override
+    def validation(self) -> Any:
+        return self.data()
+
+
+UNEVEN = {"fullest": 4.0, "entropy": 0.597, "unused": 4, "rank": 2.0, "microbatch": 2.0}
+EVEN = {"fullest": 1.0, "entropy": 1.0, "unused": 0, "rank": 1.0, "microbatch": 1.0}
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("kind", "parallel", "more"),
+    [
+        ("stacked", {"expert": 2}, {"model": {"recompute": "blocks"}, "eval": {"every": 1}}),
+        ("list", {"expert": 2}, {}),
+        pytest.param("stacked", {"data": 2, "expert": 2, "tensor": 2}, {}, marks=pytest.mark.sweep),
+        pytest.param("stacked", {"data": 2, "expert": 2, "pipeline": 2}, {}, marks=pytest.mark.sweep),
+    ],
+)
+def test_tokens_of_experts(tmp_path: Path, kind: str, parallel: dict[str, Any], more: dict[str, Any]) -> None:
+    """Each token counts once: 8 samples of 12 words for 2 experts are 192 in a step, and two steps are in one row."""
+    config = config_of(tmp_path, f"{Path(__file__)}:Routed", {"kind": kind}, parallel, log={"every": 2}, **more)
+    report = unipar.launch(config, quiet=True)
+    assert report.experts == [
+        (
+            step,
+            {
+                "layers.0.mixture.experts": {"tokens": [n * steps for n in (96, 32, 32, 32, 0, 0, 0, 0)], **UNEVEN},
+                "layers.1.mixture.experts": {"tokens": [24 * steps] * 8, **EVEN},
+            },
+        )
+        for step, steps in ((1, 1), (3, 2))
+    ]
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("forked")
+def test_tokens_of_parts_of_sequences(tmp_path: Path) -> None:
+    """Under `context` each token counts once too, and not again where a block is tried on a part."""
+    config = config_of(tmp_path, "OfTransformers", {"auxiliary": False}, {"expert": 2, "context": 2})
+    report = unipar.launch(config, quiet=True)
+    assert [sum(layer["tokens"]) for _, layers in report.experts for layer in layers.values()] == [192] * 6

@@ -217,9 +217,9 @@ DEVICE_FAULTS: Final = (
     ),
     Planted(
         "Every step in fp16 waits for its overflow.",
-        "unipar/engines/wrapper.py",
-        "if self._has_updated and self._leaves_out_on_device:",
-        "if not skipped.item() and self._has_updated and self._leaves_out_on_device:",
+        "unipar/engines/update_guard.py",
+        "if self._has_updated and self._optimizer_reads:",
+        "if not left_out.item() and self._has_updated and self._optimizer_reads:",
         f"{OVERFLOWS}::test_skipped_steps_between_two_logged_ones[native/nothing-more0-waits0]",
     ),
     Planted(

@@ -89,6 +89,17 @@ def test_rate_of_steps_of_several_sizes(tmp_path: Path) -> None:
     assert "step 2/2  loss 2.0000  20 samples/s" in err.getvalue().splitlines()
 
 
+def test_the_fullest_expert(tmp_path: Path) -> None:
+    """A run with experts over ranks shows the largest share of an expert in any layer."""
+    err = io.StringIO()
+    layers = {"a": {"fullest": 1.25}, "b": {"fullest": 2.0}}
+    with RunLog(run_log_path(tmp_path, 0)) as run_log:
+        run_log.note("step", step=2, of=2, loss=2.0, samples=8, seconds=0.25, experts=layers)
+    with Progress(tmp_path, None, err=err):
+        pass
+    assert "step 2/2  loss 2.0000  32 samples/s  experts 2.00" in err.getvalue().splitlines()
+
+
 def test_one_step_is_one(tmp_path: Path) -> None:
     """Not 1 steps."""
     err = io.StringIO()

@@ -146,6 +146,24 @@ def test_a_signal_to_unipar_alone(tmp_path: Path) -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_the_same_signal_again(name: str, tmp_path: Path) -> None:
+    """When it has ended the command, a second one does not end what is said about it, as job systems send several."""
+    text = f"""
+import os, signal
+from pathlib import Path
+from unipar.observing.command import run_observed
+from unipar.observing.settings import ObserveSettings
+
+command = ["sh", "-c", "sleep 0.5; kill -{name} $PPID; sleep 0.5"]
+run_observed(command, ObserveSettings(memory=False, folder=Path({str(tmp_path)!r})))
+os.kill(os.getpid(), signal.SIG{name})
+print("concludes")
+"""
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "concludes\n"), ended.stderr
+
+
 def test_the_users_sitecustomize_runs(tmp_path: Path) -> None:
     """A sitecustomize that was there already still runs."""
     (tmp_path / "own").mkdir()

@@ -8,8 +8,8 @@ import pytest
 
 from unipar.backend.checks import given_source
 from unipar.config.safe_yaml import parse_yaml
-from unipar.observing.draft_config import DraftConfig, guess_precision, optimizer_name
-from unipar.results.observed_rank import ObservedRank
+from unipar.observing.draft_config import DraftConfig, optimizer_name
+from unipar.results.observed_rank import ObservedRank, guess_precision
 from unipar.results.observed_recipe import Recipe, SeenLoader, SeenObject, SeenOptimizer, SeenSchedule
 
 DATASET = SeenObject(name="Points", module="mine")

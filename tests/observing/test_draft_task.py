@@ -298,8 +298,6 @@ def test_draft_of_earlier_results(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith(f"draft: {folder / 'task.py'} and {folder / 'task.yaml'}\n")
     with pytest.raises(typer.BadParameter, match="--from DIR reads results and runs nothing"):
         observe(["true"], to="task", earlier=folder)
-    with pytest.raises(typer.BadParameter, match="--from DIR reads results and runs nothing"):
-        observe(earlier=folder)
 
 
 def test_unknown_target() -> None:

@@ -13,6 +13,7 @@ from tests.support.cuda_accounts import account as cuda_account
 from tests.support.observations import SAME_DROPOUT, UNEQUAL, observed_rank, write_observation
 from tests.support.run_folders import plain
 from unipar.errors import ReportError
+from unipar.profiling.work import RankWork
 from unipar.report.build import write_page, write_pages
 from unipar.report.data.observation_data import ObservationPageData
 from unipar.report.pages.observation_page import render_observation
@@ -73,6 +74,13 @@ def test_times_losses_memory_and_bytes(tmp_path: Path) -> None:
         '<th scope="row" class="text">all</th><td class="text">all ranks</td><td class="text">all_reduce</td>'
         "<td>34 MiB</td>" in text
     )
+
+
+def test_operations_of_a_step(tmp_path: Path) -> None:
+    """The page has the sentence of the terminal, below the meaning of the times."""
+    work = RankWork(flops=2e12, flops_by="in step 2")
+    text = page_of(write_observation(tmp_path / "x", [observed_rank(rank, work=work) for rank in (0, 1)]))
+    assert "Forward and backward of a step: 4 TFLOP on 2 ranks, counted in step 2; 19 TFLOP/s." in text
 
 
 def test_what_was_not_recorded_is_a_sentence(tmp_path: Path) -> None:

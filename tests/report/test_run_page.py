@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.comparisons import account, write_example_comparison
-from tests.support.run_folders import EVENTS, MACHINE, plain, wrote
+from tests.support.run_folders import EVENTS, EXPERTS, MACHINE, plain, wrote
 from tests.support.scalings import two_strategies
 from tests.support.tiny import CONFIG, Tiny
 from unipar import launch
@@ -47,6 +47,29 @@ def test_samples_a_second_are_those_of_the_run_log(run: Path) -> None:
     """Steps since the last row may have had more samples than the last one."""
     wrote(run, 0, [*EVENTS[:3], {**EVENTS[3], "samples_per_second": 456.7}, *EVENTS[4:]])
     assert "<td>200 ms</td><td>456.7</td>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
+
+
+def test_experts_of_a_run(run: Path) -> None:
+    """Each expert is a square, darker with its share and crossed out without tokens; the curves are by step."""
+    more_even = {"a": {**EXPERTS["b"], "tokens": [4, 4, 4, 4]}}
+    wrote(run, 0, [EVENTS[0], {**EVENTS[1], "experts": more_even}, {**EVENTS[3], "experts": EXPERTS}, EVENTS[5]])
+    text = render_run(RunPageData.read(run / "rank-0.jsonl"))
+    assert (
+        "Tokens since the logged step before, of all ranks: the fullest got 3.00 times an even share (a), the fullest "
+        "rank 2.00 times, 2 experts got no token at step 10."
+    ) in text
+    (figure,) = re.findall(r'<svg[^>]*aria-label="Tokens of each expert, by layer">.*?</svg>', text, re.S)[:1]
+    assert re.findall(r'<rect [^>]*class="(s\d)"><title>(.*?)</title>', figure) == [
+        ("s6", "a, expert 0: 6 tokens, 3.00 times an even share"),
+        ("s3", "a, expert 1: 2 tokens, 1.00 times an even share"),
+        ("s0", "a, expert 2: 0 tokens, 0.00 times an even share"),
+        ("s0", "a, expert 3: 0 tokens, 0.00 times an even share"),
+        *(("s3", f"b, expert {i}: 2 tokens, 1.00 times an even share") for i in range(4)),
+    ]
+    assert figure.count('class="cross"') == 4
+    assert "<td>3.000</td><td>0.406</td><td>2</td><td>2.000</td><td>2.250</td>" in text
+    assert '<th scope="row" class="text">1</th><td>1.000</td><td>1.000</td><td>1.500</td>' in text
+    assert "fullest microbatch: 1.5000 to 2.2500" in text
 
 
 def test_a_metric_that_is_not_finite(run: Path) -> None:

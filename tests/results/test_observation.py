@@ -9,7 +9,10 @@ import pytest
 
 from tests.support.observations import SAME_DROPOUT, UNEQUAL, observed_rank, write_observation
 from unipar.errors import ReportError
+from unipar.profiling.work import RankWork
 from unipar.results.observation import Observation, ObservedCommand, TrainingFinding
+from unipar.results.observation_table import describe_work
+from unipar.results.observed_recipe import Recipe
 
 TEXT = """\
 unipar observe: DDP > GPT (model), 8,926,848 parameters in float32, trained by
@@ -156,3 +159,20 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
         "rank 0: loss 4.5000 at step 1, 4.2500 at step 2; loss not finite at step 3, 4;",
         "  gradient norm inf before the clip at step 2, clipped at 1; rate 0.0003",
     ]
+
+
+def test_operations_of_a_step() -> None:
+    """Those of all ranks together, their speed by the slowest rank, and their share of a known peak."""
+    work = RankWork(flops=2e12, flops_by="in step 2")
+    counted = [observed_rank(rank, work=work) for rank in (0, 1)]
+    says = "forward and backward of a step: 4 TFLOP on 2 ranks, counted in step 2; 19 TFLOP/s"
+    assert describe_work(counted) == [says]
+    on_gpu = work.model_copy(update={"device": "NVIDIA H100 80GB HBM3"})
+    recipe = Recipe(autocast="bfloat16")
+    devices = [
+        observed_rank(rank, recipe=recipe, work=on_gpu.model_copy(update={"device_id": str(rank)})) for rank in (0, 1)
+    ]
+    assert describe_work(devices) == [f"{says}; MFU 1.0% in bf16-mixed"]
+    assert describe_work([counted[0], observed_rank(1)]) == []
+    untimed = [observed_rank(rank, work=work, seconds=None) for rank in (0, 1)]
+    assert describe_work(untimed) == ["forward and backward of a step: 4 TFLOP on 2 ranks, counted in step 2"]

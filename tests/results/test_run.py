@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_folders import EVENTS, wrote
+from tests.support.run_folders import EVENTS, EXPERTS, wrote
 from unipar.results.run_report import Report
 from unipar.utils.table import format_table
 from unipar.utils.text import count_of, format_duration, format_size
@@ -46,6 +46,17 @@ def test_a_report_prints_as_a_few_lines(run: Path, monkeypatch: pytest.MonkeyPat
         "peak RSS    5.0 MiB on the largest rank\n"
         "folder      RUN"
     )
+
+
+def test_experts_in_a_report(tmp_path: Path) -> None:
+    """The last logged step's tokens are in one line: fullest expert with its layer, fullest rank, unused experts."""
+    wrote(tmp_path, 0, [*EVENTS[:3], {**EVENTS[3], "experts": EXPERTS}, *EVENTS[4:]])
+    report = Report.read(tmp_path)
+    assert report.experts == [(10, EXPERTS)]
+    line = (
+        "the fullest got 3.00 times an even share (a), the fullest rank 2.00 times, 2 experts got no token at step 10"
+    )
+    assert line in " ".join(report.table().split())
 
 
 def test_where_a_run_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

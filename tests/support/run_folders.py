@@ -23,6 +23,12 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "end", "time": 106.0, "steps": 12, "peak_rss": 3 * 2**20},
 ]
 
+EXPERTS: dict[str, Any] = {
+    "a": {"tokens": [6, 2, 0, 0], "fullest": 3.0, "entropy": 0.406, "unused": 2, "rank": 2.0, "microbatch": 2.25},
+    "b": {"tokens": [2, 2, 2, 2], "fullest": 1.0, "entropy": 1.0, "unused": 0, "rank": 1.0, "microbatch": 1.5},
+}
+"""Tokens of two layers of experts, as the event of a step has them."""
+
 
 def wrote(run: Path, rank: int, events: list[dict[str, Any]]) -> None:
     (run / f"rank-{rank}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")

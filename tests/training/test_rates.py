@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 import unipar
+from tests.support.run_folders import EXPERTS
 from tests.support.run_logs import rows_of
 from tests.support.running import Line, running
 from tests.support.world import ROOT
@@ -169,3 +170,15 @@ def test_two_groups_under_a_warmup(backend: str, parallel: dict[str, Any], tmp_p
     unipar.launch(config, quiet=True)
     rates = [row["lr"] for row in rows_of(tmp_path / "run", "step")]
     assert rates == [[0.002, 0.0002], [0.004, 0.0004], [pytest.approx(0.006), pytest.approx(0.0006)], [0.008, 0.0008]]
+
+
+def test_trackers_get_the_least_even_layer_of_experts() -> None:
+    """One number each, not one for each expert or layer."""
+    assert flatten_logged_step({"loss": 4.0, "experts": EXPERTS}) == {
+        "loss": 4.0,
+        "experts/fullest": 3.0,
+        "experts/entropy": 0.406,
+        "experts/unused": 2,
+        "experts/rank": 2.0,
+        "experts/microbatch": 2.25,
+    }

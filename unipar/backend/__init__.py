@@ -17,4 +17,5 @@ from unipar.backend.engine import Piece as Piece
 from unipar.backend.engine import Read as Read
 from unipar.backend.engine import Region as Region
 from unipar.backend.engine import Step as Step
+from unipar.backend.expert_tokens import ExpertTokens as ExpertTokens
 from unipar.backend.precision import Dtypes as Dtypes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Union
 
 from typing_extensions import override
 
+from unipar.backend.expert_tokens import ExpertTokens
 from unipar.errors import TaskError
 from unipar.prediction.timeline import Category as Category
 
@@ -94,8 +95,7 @@ class Step:
     """Norm of all gradients before clipping, equal on all ranks."""
 
     skipped: bool | Tensor = False
-    """True if the weights did not change because of an overflow: normal in fp16, which then lowers its loss scale; an
-    error in other precisions. A tensor in fp16 if the host does not wait for the answer."""
+    """True if the weights did not change because the norm is not finite; a tensor if the host does not wait for it."""
 
 
 class Region(NamedTuple):
@@ -292,6 +292,13 @@ class Engine(ABC):
         """
         return None
 
+    def take_expert_tokens(self) -> Mapping[str, ExpertTokens]:
+        """Return the tokens of experts in training since the last call, of all ranks, by name of the layer.
+
+        Called at logged steps; the host may wait for the device there. Empty if experts are not on several ranks.
+        """
+        return {}
+
     def take_mean(self) -> None:  # noqa: B027 - a neutral hook
         """Replace the state of ranks that trained independently by its mean over ranks: `train.local_steps`."""
 
@@ -388,6 +395,10 @@ class DelegatingEngine(Engine):
     @override
     def seconds_waited(self) -> float | None:
         return self.inner.seconds_waited()
+
+    @override
+    def take_expert_tokens(self) -> Mapping[str, ExpertTokens]:
+        return self.inner.take_expert_tokens()
 
     @override
     def take_mean(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from unipar.backend.engine import Category, Holding
 
@@ -28,14 +29,6 @@ TrainingFault = Literal[
 """Faults that an observed training can have without an error."""
 
 
-class StepHooks(Protocol):
-    """Functions that a library calls around its own update, if it does not call an optimizer of torch itself."""
-
-    def around(self, owner: Any, name: str, before: Any = None, after: Any = None) -> None:
-        """Call something before and after a function of the library, until observing ends."""
-        ...
-
-
 class ObservedLibrary:
     """Knowledge about one library; the base class says nothing."""
 
@@ -56,6 +49,13 @@ class ObservedLibrary:
 
     def place(self) -> tuple[int, int] | None:
         """Return rank and number of ranks, if the library knows them and torch.distributed does not."""
+        return None
+
+    def sends(self) -> AbstractContextManager[Mapping[str, int]] | None:
+        """Return a context manager that yields the bytes that the library sends meanwhile, by collective.
+
+        None: all that it sends goes through torch.distributed.
+        """
         return None
 
     def holdings(self, model: nn.Module) -> Iterable[Holding] | None:

@@ -35,7 +35,7 @@ class OptimizerEngine(Engine):
     """Whether the library takes the loss scale as a number, so that it is kept in host memory."""
 
     def __init__(self, part: Part, config: Config, world: World) -> None:
-        self.world, self.model = world, part.module
+        self.world, self.model, self.config = world, part.module, config
         clip = config.train.clipping
         self.limit = inf if clip is None else float(clip.max)
         self.fp64 = clip is not None and clip.norm == "fp64"

@@ -18,13 +18,11 @@ from typing_extensions import override
 from unipar.backend import Factor, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Region, Step
 from unipar.backend.precision import autocast_dtype, batch_dtype
 from unipar.config import Config
-from unipar.distributed.device import has_own_memory
 from unipar.distributed.world import World
 from unipar.engines.block_pieces import restore_blocks, split_blocks, state_holdings
 from unipar.engines.forward import ForwardCall, OpaqueBatch, eval_mode, plain_evaluation, unrecorded_forward
 from unipar.engines.gradients import clip_alike, clip_gradients, clip_in_fp64, scale_loss
 from unipar.engines.learning_rate import BaseRates
-from unipar.engines.loss_scale import LossScaler
 from unipar.engines.optimizer_engine import OptimizerEngine
 from unipar.engines.plain_state import KINDS_OF_MODEL, decode_plain, describe_unsaved_value, encode_plain, plain_key
 from unipar.engines.state import (
@@ -36,6 +34,7 @@ from unipar.engines.state import (
     restore_buffers,
     steps_on_device,
 )
+from unipar.engines.update_guard import UpdateGuard
 from unipar.errors import TaskError
 from unipar.optimizers.block_states import BlockStates
 from unipar.optimizers.matrix_optimizer import MatrixOptimizer
@@ -69,7 +68,6 @@ class WrapperEngine(OptimizerEngine):
 
         self.rates = BaseRates(self.base)
         self.trained: tuple[nn.Parameter, ...] = tuple(p for g in self.base.param_groups for p in g["params"])
-        self._has_updated = False
         self._names: dict[int, str] = {}
         self.share_views()
 
@@ -199,37 +197,16 @@ class WrapperEngine(OptimizerEngine):
             self.scaler.unscale(self._local_grads()[0])
         norm = self.norm_in_fp64() if self.fp64 else self.norm()
         self.rates.set(self.optimizer, factor)
-        if self.scaler is not None:
-            return Step(share, norm, self._update_if_finite(self.scaler, norm))
-        self.update()
-        return Step(share, norm)
-
-    def _update_if_finite(self, scaler: LossScaler, norm: Tensor) -> bool | Tensor:
-        """Take the optimizer step, unless the norm is not finite; return whether it was left out.
-
-        The host waits for the answer if the optimizer cannot leave out a step on the device, and until it has taken
-        one: torch's fused SGD leaves the momentum of its first step as it is allocated if that step is left out.
-        """
-        skipped = scaler.overflow(norm)
-        if self._has_updated and self._leaves_out_on_device:
-            base: Any = self.base
-            base.found_inf = skipped.float()
-            self.update()
-            return skipped
-        if skipped.item():
+        left_out = self._guard.leaves_out(norm, self.scaler)
+        if left_out is True:
             self.clear_gradients()
-            return True
-        if not self._has_updated and self._leaves_out_on_device and has_own_memory(self.world.device):
-            self.rates.put_on(self.world.device, self.optimizer)  # the first rate is rounded as all others are
-        self._has_updated = True
-        self.update()
-        return False
+        else:
+            self.update()
+        return Step(share, norm, left_out)
 
     @cached_property
-    def _leaves_out_on_device(self) -> bool:
-        """Whether the optimizer reads on the device that its step is to be left out, as torch's fused ones do."""
-        on_device = all(p.device == self.world.device for p in self.trained)  # not offloaded, nor spread by hand
-        return on_device and getattr(self.base, "_step_supports_amp_scaling", False)
+    def _guard(self) -> UpdateGuard:
+        return UpdateGuard(self.base, self.trained, self.rates, self.world.device, self.config)
 
     def _local_grads(self) -> tuple[list[Tensor], bool]:
         """Return this rank's gradients, and whether other ranks hold other parts of them."""

@@ -200,7 +200,9 @@ class Progress:
             if not self._err.draws and self._line_is_due(row["step"]):
                 rate = _format_rate(row) if row["seconds"] else ""
                 step = self._step_of_total(row["step"])
-                self._say_progress(f"step {step}  loss {row['loss']:.4f}  {rate}{_format_memory(row)}")
+                self._say_progress(
+                    f"step {step}  loss {row['loss']:.4f}  {rate}{_format_experts(row)}{_format_memory(row)}"
+                )
         elif row["event"] == "eval":
             named = "  ".join(f"{k} {format_number(v)}" for k, v in row.items() if k not in ("event", "time", "step"))
             self._say_progress(f"step {self._step_of_total(row['step'])}  evaluated: {named}")
@@ -237,7 +239,7 @@ class Progress:
         done = max(beat.step - 1, row["step"] if row else 0)
         says = "" if row is None else f"loss {row['loss']:.4f}"
         if row is not None and row["seconds"]:
-            says += f"  {_format_rate(row)}{_format_memory(row)}"
+            says += f"  {_format_rate(row)}{_format_experts(row)}{_format_memory(row)}"
             if self._steps:
                 says += f"  {format_clock((self._steps - done) * row['seconds'])}"
         if work is not None and work.total:
@@ -275,6 +277,12 @@ def _format_work(work: LongWork) -> str:
     if work.name in (READING_ON, MEASURING):
         return f"{work.done:,}/{work.total:,} samples"
     return f"{format_size(work.done)} of {format_size(work.total)}" if work.total else ""
+
+
+def _format_experts(row: Mapping[str, Any]) -> str:
+    """Return the largest share of an expert in any layer, 1 if even, or "" if experts are not counted."""
+    layers = row.get("experts", {}).values()
+    return f"  experts {max(layer['fullest'] for layer in layers):.2f}" if layers else ""
 
 
 def _format_memory(row: Mapping[str, Any]) -> str:

@@ -64,14 +64,16 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:  # the command has had it from the terminal, too, and ends as it likes
-            continue
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a further one must not end what is said after its end
 
 
 @contextmanager
 def _passing_on_signals(process: subprocess.Popen[bytes]) -> Generator[None]:
-    """Context manager: signals that this process gets go to the command."""
+    """Context manager: signals that this process gets go to the command; further ones after its end are ignored."""
+    passed: set[int] = set()
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        passed.add(number)
         process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in _FORWARDED}
@@ -79,7 +81,7 @@ def _passing_on_signals(process: subprocess.Popen[bytes]) -> Generator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if number in passed else handler)
 
 
 def end_like(code: int) -> None:
@@ -111,7 +113,7 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> Path:
             if entry.is_dir():
                 shutil.rmtree(entry)
             else:
-                entry.unlink()
+                entry.unlink(missing_ok=True)  # another machine that shares the folder may have removed it
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

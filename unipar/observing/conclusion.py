@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
+from unipar.errors import ConfigError
 from unipar.observing.command import why_nothing
 from unipar.observing.draft_task import try_write_draft
 from unipar.observing.guard import find_findings, what_was_compared
-from unipar.observing.settings import ObserveSettings
 from unipar.report.build import try_write_page, write_page
 from unipar.results.observation import OBSERVED_JSON, Observation, ObservedCommand
-from unipar.results.observed_rank import read_observed_ranks
+from unipar.results.observed_rank import ObservedRank, read_observed_ranks
 from unipar.utils.files import write_file_atomically
+from unipar.utils.text import first_few
+
+_PATIENCE: Final = 10.0
+"""Seconds that ranks on other machines may end later."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,9 @@ class Conclusion:
         return f"\n{self.observation.table(width)}\n{self.page}{after}"
 
 
-def conclude(command: Sequence[str], settings: ObserveSettings, code: int, *, draft: bool = False) -> Conclusion:
+def conclude(command: Sequence[str], folder: Path, code: int, *, draft: bool = False) -> Conclusion:
     """Compare what the ranks have recorded, and write observed.json, the page and, if asked for, a draft of a task."""
-    ranks = list(read_observed_ranks(settings.folder))
+    ranks = _wait_for_ranks(folder)
     if not ranks:
         return Conclusion(None, why_nothing(command))
     findings = find_findings(ranks)
@@ -58,8 +66,39 @@ def conclude(command: Sequence[str], settings: ObserveSettings, code: int, *, dr
         exit_code=code,
         findings=tuple(findings),
         checked=tuple(what_was_compared(ranks, findings)),
+        notes=tuple(_missing_ranks(ranks)),
     )
-    write_file_atomically(settings.folder / OBSERVED_JSON, ended.model_dump_json(indent=2))
-    page = try_write_page(lambda: write_page(settings.folder))
-    written = try_write_draft(settings.folder) if draft else ""
-    return Conclusion(Observation.read(settings.folder), page=page, draft=written)
+    write_file_atomically(folder / OBSERVED_JSON, ended.model_dump_json(indent=2))
+    page = try_write_page(lambda: write_page(folder))
+    written = try_write_draft(folder) if draft else ""
+    return Conclusion(Observation.read(folder), page=page, draft=written)
+
+
+def conclude_again(folder: Path) -> Conclusion:
+    """Compare the ranks whose records lie in a folder now, such as those of several machines, copied there."""
+    if not (folder / OBSERVED_JSON).exists():
+        raise ConfigError(f"{folder} holds no {OBSERVED_JSON}: give the folder of a command that was observed")
+    before = Observation.read(folder).command
+    return conclude(before.command, folder, before.exit_code)
+
+
+def _wait_for_ranks(folder: Path) -> list[ObservedRank]:
+    """Return what all ranks have recorded; those on other machines may end a little later."""
+    until, here = time.monotonic() + _PATIENCE, socket.gethostname()
+    while True:
+        ranks = list(read_observed_ranks(folder))
+        if time.monotonic() > until or all(rank.begun is not None or rank.host == here for rank in ranks):
+            return ranks
+        time.sleep(0.1)
+
+
+def _missing_ranks(ranks: Sequence[ObservedRank]) -> Iterator[str]:
+    size = max(rank.size for rank in ranks)
+    missing = [str(number) for number in range(size) if number not in {rank.rank for rank in ranks}]
+    if missing and size > 1:
+        yield (
+            f"{len(missing)} of {size} ranks wrote nothing into this folder "
+            f"(rank{'s' if len(missing) > 1 else ''} {first_few(missing)}): if they ran on a machine that does not "
+            "share it, give --out a folder that all share, or copy their rank-* files here and compare all by "
+            "`unipar observe --from DIR`"
+        )

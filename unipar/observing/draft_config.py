@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from unipar.backend import registry
 from unipar.backend.foreign import ForeignConfigReader
-from unipar.config import Precision, Shard
+from unipar.config import Shard
 from unipar.config.sections.optimizer import OPTIMIZERS
 from unipar.config.sections.optimizer_settings import OptimizerSettings
 from unipar.conversion.config_schema import SCHEMA_FILE
 from unipar.conversion.import_config import nest_keys, yaml_lines
 from unipar.observing.schedule_guess import guess_schedule, is_constant
-from unipar.results.observed_rank import ObservedRank
+from unipar.results.observed_rank import ObservedRank, guess_precision
 from unipar.results.observed_recipe import Recipe, SeenOptimizer
 from unipar.utils.text import count_of, join_with_or, show_value
 
@@ -276,17 +276,3 @@ def optimizer_name(seen: SeenOptimizer) -> str | None:
         if cls == seen.name and (seen.module == module or seen.module.startswith(f"{module}.")):
             return "adamw" if name == "adam" and seen.settings.get("decoupled_weight_decay") else name
     return None
-
-
-def guess_precision(rank: ObservedRank, recipe: Recipe) -> tuple[Precision, str]:
-    """Return the precision of a training, and what is said of it."""
-    main = max(rank.dtypes, key=lambda dtype: rank.dtypes[dtype], default="float32")
-    if main == "float64":
-        return "fp64", ""
-    if recipe.loss_scaling or recipe.autocast == "float16":
-        return ("fp16", "") if rank.device == "cuda" else ("fp32", f"to do: fp16 is for CUDA, not for {rank.device}")
-    if main == "float32":
-        return ("bf16-mixed", "") if recipe.autocast == "bfloat16" else ("fp32", "")
-    if main == "bfloat16":
-        return "bf16-master", "guess: weights in bf16; unipar keeps fp32 weights beside them"
-    return "fp32", f"to do: the script's weights are {main}"

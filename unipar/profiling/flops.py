@@ -94,9 +94,13 @@ class FlopCounter(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, alone: bool = False) -> None:
-        """`alone`: no other rank computes with this one, and a collective raises CollectiveCalled."""
+    def __init__(self, *, alone: bool = False, in_loss: Callable[[], bool] = lambda: False) -> None:
+        """`alone`: no other rank computes with this one, and a collective raises CollectiveCalled.
+
+        `in_loss`: whether what runs now is part of a loss that is not `watched`.
+        """
         super().__init__()
+        self._in_other_loss = in_loss
         self.flops = self.recomputed = 0
         self.unknown: dict[str, None] = {}
         """Operations that are not torch's own, in the order in which they were met."""
@@ -132,11 +136,23 @@ class FlopCounter(TorchDispatchMode):
         if self._alone and func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise CollectiveCalled(func.__name__)
         out = func(*args, **(kwargs or {}))
-        if self._in_loss or torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage] - no public way
-            self._count(func, args, kwargs or {}, out)
+        in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage] - no public way
+        in_loss = self._in_loss or (not in_backward and self._in_other_loss())
+        if in_loss or in_backward:
+            self._count(func, args, kwargs or {}, out, in_loss=in_loss)
         return out
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def why_not_complete(self) -> str:
+        """Return why the count is not that of a whole step, or ""."""
+        if self.uncounted:
+            return f"PyTorch's counter has no formula for {', '.join(self.uncounted)}"
+        return "" if self.in_forward else "the forward has no operation that PyTorch's counter knows"
+
+    def describe_unknown(self) -> str:
+        """Return a sentence on the operations that are not torch's own."""
+        return f"without the operations of {', '.join(self.unknown)}, for which PyTorch's counter has no formula"
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, *, in_loss: bool) -> None:
         packet = getattr(func, "overloadpacket", func)
         try:
             flops = count_operations(func, args, kwargs, out)
@@ -149,8 +165,8 @@ class FlopCounter(TorchDispatchMode):
             elif packet.__name__ in _UNCOUNTED:
                 self.uncounted[packet.__name__] = None
             return
-        if self._in_loss or not torch.is_grad_enabled():
+        if in_loss or not torch.is_grad_enabled():
             self.flops += flops
-            self.in_forward |= self._in_loss
+            self.in_forward |= in_loss
         else:
             self.recomputed += flops

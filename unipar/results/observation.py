@@ -20,6 +20,7 @@ from unipar.results.observation_table import (
     describe_sent,
     describe_times,
     describe_training,
+    describe_work,
     format_phases_table,
     format_ranks_table,
     shown_ranks,
@@ -167,6 +168,7 @@ class Observation(ShownAsPage):
         only_peak = shorter >= 3
         memory = [] if account is None else format_phases_table(account, width, only_peak=only_peak)
         sentences = describe_training(self.ranks[0], self.report)
+        sentences += describe_work(self.ranks)
         explained = describe_times(self.ranks)
         if account is not None:
             sentences += describe_sent(account)

@@ -8,10 +8,12 @@ from typing import Final
 
 from unipar.memory.account import MemoryAccount, PhasePeak
 from unipar.results.memory_tables import category_column, category_groups, format_mib
-from unipar.results.observed_rank import ObservedRank
+from unipar.results.observed_rank import ObservedRank, guess_precision
+from unipar.results.observed_recipe import Recipe
 from unipar.results.run_report import Report
+from unipar.results.step_work.figures import step_figures
 from unipar.utils.columns import Column, fitting_table, known_columns
-from unipar.utils.text import count_of, cut_middle, first_few, format_duration, format_size
+from unipar.utils.text import count_of, cut_middle, first_few, format_duration, format_flops, format_size
 
 _LONGEST_MODEL: Final = 60
 
@@ -111,6 +113,21 @@ def describe_sent(account: MemoryAccount) -> list[str]:
     for group, kind, size in rows:
         groups.setdefault(group, []).append(f"{kind} {format_size(size)}")
     return ["sent in a step: " + "; ".join(f"{', '.join(kinds)} ({group})" for group, kinds in groups.items())]
+
+
+def describe_work(ranks: Sequence[ObservedRank]) -> list[str]:
+    """Return a sentence on the operations of a step on all ranks; none if they were not counted on one of them."""
+    work = [rank.work for rank in ranks if rank.work is not None and rank.work.flops is not None]
+    if len(work) < len(ranks):
+        return []
+    flops = sum(rank.flops or 0.0 for rank in work)
+    precision, _ = guess_precision(ranks[0], ranks[0].recipe or Recipe())
+    seconds = [max(times)] if (times := [rank.seconds for rank in ranks if rank.seconds is not None]) else []
+    figures = step_figures(work, seconds, flops, precision)
+    speed = "" if figures.flops_per_second is None else f"; {format_flops(figures.flops_per_second)}/s"
+    mfu = "" if figures.mfu is None else f"; MFU {figures.mfu:.1%} in {precision}"
+    where = f" on {count_of(len(ranks), 'rank')}" if ranks[0].size > 1 else ""
+    return [f"forward and backward of a step: {format_flops(flops)}{where}, counted {work[0].flops_by}{speed}{mfu}"]
 
 
 def describe_training(rank: ObservedRank, report: Report) -> list[str]:

@@ -10,8 +10,9 @@ from typing import Final
 from pydantic import ConfigDict, Field, ValidationError
 
 from unipar.backend.observed_library import TrainingFault
-from unipar.config import Section
+from unipar.config import Precision, Section
 from unipar.errors import ReportError
+from unipar.profiling.work import RankWork
 from unipar.results.observed_recipe import Recipe
 
 LAST_STEP: Final = 0
@@ -83,6 +84,9 @@ class ObservedRank(Section):
     waiting: float | None = None
     """Share of these steps for which the training thread waited, without reading data; None if it is not known."""
 
+    work: RankWork | None = None
+    """Operations of this rank in one step, and its device; None if no step was counted."""
+
     backwards: tuple[int, ...] = ()
     """Number of backwards in each of the first steps."""
 
@@ -138,6 +142,20 @@ class ObservedRank(Section):
 
     recipe: Recipe | None = None
     """How the script makes its training; None before its first update."""
+
+
+def guess_precision(rank: ObservedRank, recipe: Recipe) -> tuple[Precision, str]:
+    """Return the precision of a training, and what is said of it."""
+    main = max(rank.dtypes, key=lambda dtype: rank.dtypes[dtype], default="float32")
+    if main == "float64":
+        return "fp64", ""
+    if recipe.loss_scaling or recipe.autocast == "float16":
+        return ("fp16", "") if rank.device == "cuda" else ("fp32", f"to do: fp16 is for CUDA, not for {rank.device}")
+    if main == "float32":
+        return ("bf16-mixed", "") if recipe.autocast == "bfloat16" else ("fp32", "")
+    if main == "bfloat16":
+        return "bf16-master", "guess: weights in bf16; unipar keeps fp32 weights beside them"
+    return "fp32", f"to do: the script's weights are {main}"
 
 
 _OBSERVED_FILE: Final = r"rank-(\d+)\.observed\.json"

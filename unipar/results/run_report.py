@@ -101,6 +101,12 @@ class Report(ShownAsPage):
     speed: list[tuple[int, dict[str, float]]]
     """(step, what a step did by name) of the steps that logged, such as `tokens_per_second`, `mfu` and `waiting`."""
 
+    experts: list[tuple[int, dict[str, dict[str, Any]]]]
+    """(step, tokens of experts by layer) of the steps that logged, if experts are on several ranks.
+
+    Of each layer `tokens` since the step before, `fullest`, `entropy`, `unused`, `rank` and `microbatch`.
+    """
+
     flops: float | None
     """Operations of forward and backward in one step of the global batch; None if they were not counted."""
 
@@ -160,6 +166,7 @@ class Report(ShownAsPage):
                 for row in steps_logged
                 if "samples_per_second" in row
             ],
+            experts=[(int(row["step"]), dict(row["experts"])) for row in steps_logged if row.get("experts")],
             flops=next((float(row["flops"]) for row in reversed(steps_logged) if "flops" in row), None),
             stopped=stops[-1] if stops else None,
             stopped_by=next((str(row["why"]) for row in _select_events(rows, "stopped") if row.get("why")), "a signal"),
@@ -228,6 +235,8 @@ class Report(ShownAsPage):
             )
         if self.speed:
             rows.append(("speed", _describe_speed(*self.speed[-1])))
+        if self.experts:
+            rows.append(("experts", describe_experts(*self.experts[-1])))
         if self.peak_rss:
             rows.append(("peak RSS", f"{format_size(max(self.peak_rss))} on the largest rank"))
         if self.memory:
@@ -253,6 +262,15 @@ def _describe_speed(step: int, named: Mapping[str, float]) -> str:
         if name in named:
             parts.append(count_of(int(named[name]), one))
     return f"{', '.join(parts)} at step {step}"
+
+
+def describe_experts(step: int, layers: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return how uneven the tokens of experts were, in one line."""
+    name, most = max(layers.items(), key=lambda layer: layer[1]["fullest"])
+    rank, unused = max(layer["rank"] for layer in layers.values()), sum(layer["unused"] for layer in layers.values())
+    text = f"the fullest got {most['fullest']:.2f} times an even share ({name}), the fullest rank {rank:.2f} times"
+    none = f", {count_of(unused, 'expert')} got no token" if unused else ""
+    return f"{text}{none} at step {step}"
 
 
 def _find_run_logs(run: Path) -> list[Path]:

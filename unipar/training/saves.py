@@ -173,6 +173,10 @@ class RunCheckpoints:
             self._take(self._saver.finished)
         live.mark("between")
 
+    def publish_pending(self) -> None:
+        """Wait until a save that has begun is published."""
+        self._take(self._saver.wait)
+
     def at_end(self, done: int) -> None:
         """Save the last state, and wait until it is published."""
         if self._settings.best is not None and self._evaluated is None and not self._live.config.eval.every:

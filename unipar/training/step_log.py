@@ -12,7 +12,12 @@ from unipar.run_folder.run_log import RunLog
 from unipar.task import LocalBatch
 from unipar.tracking.images import pixels_of
 from unipar.tracking.writer import TrackerWriter
-from unipar.training.trained_parts import TrainedPart, collect_step_values, flatten_logged_step
+from unipar.training.trained_parts import (
+    TrainedPart,
+    collect_expert_tokens,
+    collect_step_values,
+    flatten_logged_step,
+)
 
 if TYPE_CHECKING:
     from unipar.memory.recording.memory_log import StepMemory
@@ -70,6 +75,8 @@ class StepLog:
         row = collect_step_values(parts) | {"samples": self._samples, "seconds": elapsed / self._timed}
         row |= self._work_values(elapsed) | self._counted
         self._counted = {}
+        if experts := collect_expert_tokens(parts):
+            row["experts"] = experts
         self._since_log = self._timed = self._all_samples = 0
         self._weight = None
         if self._memory is not None:

@@ -213,6 +213,10 @@ class StateKeeper(Protocol):
         """Save the state after `done` steps."""
         ...
 
+    def publish_pending(self) -> None:
+        """Wait until a save that has begun is published."""
+        ...
+
     def at_end(self, done: int) -> None:
         """Save the last state, and wait until it is published."""
         ...

@@ -16,11 +16,15 @@ from unipar.config import Config
 from unipar.distributed.device import has_own_memory
 from unipar.distributed.world import World
 from unipar.engines.learning_rate import DeviceFactors, RateSchedule
+from unipar.engines.update_guard import skips_updates
 from unipar.errors import NonFinite, TaskError, UniparError
 from unipar.model.state_names import StateNames, state_names
 
 _MAX_PENDING_STEPS = 64
 """Number of steps whose losses are kept one by one before they are copied into the window."""
+
+MOST_SKIPPED = 20
+"""Steps in a row whose updates train.nonfinite: skip leaves out, after which the run ends."""
 
 
 class OfOptimizer(NamedTuple):
@@ -60,9 +64,11 @@ class TrainedPart:
         """Words that name the part in errors; empty if it is the only one."""
 
         self._names = frozenset(n for n, p in part.module.named_parameters() if p.requires_grad)
-        self.window = torch.zeros(config.log.every, dtype=torch.float64, device=world.device)
+        self.window = torch.zeros((2, config.log.every), dtype=torch.float64, device=world.device)
+        """Loss and norm of the steps that are not yet reported; norms that the host has read, or may skip, are 0."""
+
         self.skipped = 0
-        """Number of updates skipped because of fp16's loss scale, without those in `lately_skipped`."""
+        """Number of updates skipped because of a norm that was not finite, without those in `lately_skipped`."""
 
         self.lately_skipped: Tensor | None = None
         """Number of updates skipped, on the device, since `count_skipped` was called."""
@@ -87,13 +93,15 @@ class TrainedPart:
         """Numbers (from 1) of the run's steps whose losses are in the window."""
 
         self._pending: list[tuple[int, Tensor | float, Tensor | float | None]] = []
-        """Number, loss and norm of the latest steps, which are not yet in the window; no norm if the update was left
-        out. On the CPU they are read at once, so that no tensor stays allocated."""
+        """Number, loss and norm of the latest steps, which are not yet in the window. On the CPU losses are read at
+        once, so that no tensor stays allocated."""
 
-        self._on_device = has_own_memory(world.device)
+        self._on_device, self._skipping = has_own_memory(world.device), skips_updates(config)
+        self._ignores = config.train.nonfinite == "skip"
+        """Whether a loss that is not finite is no error, since its update is left out."""
 
-        self._norms_finite: Tensor | None = None
-        """Whether the norms since the last save were finite, without those that are pending."""
+        self._streak: list[int] = []
+        """The latest steps in a row whose updates were skipped."""
 
         self._norm: Tensor | None = None
         self._factor: Factor = 0.0
@@ -145,12 +153,11 @@ class TrainedPart:
 
     def add_step(self, number: int, out: Step, factor: Factor) -> None:
         """Keep loss and norm of the run's step `number`, on the device, and the schedule's factor."""
-        loss, norm, skipped = out.loss, out.norm, out.skipped
-        self._norm, self._factor = norm, factor
+        self._norm, self._factor = out.norm, factor
         if self._on_device:
-            self._pending.append((number, loss, norm if skipped is False else None))
+            self._pending.append((number, out.loss, None if self._skipping else out.norm))
         else:
-            self._pending.append((number, loss.item(), norm.item() if skipped is False else None))
+            self._pending.append((number, out.loss.item(), None))
         if len(self._pending) == _MAX_PENDING_STEPS:
             self.settle()
         if self._loss_and_norm is not None:
@@ -158,13 +165,12 @@ class TrainedPart:
             self._loss_and_norm[1, len(self._step_numbers)] = out.norm
             self._step_numbers.append(number)
 
-    def skip(self, number: int, skipped: bool | Tensor, *, expected: bool) -> None:
-        """Count an update if it was skipped: the schedule waits; raise NonFinite unless fp16's loss scale caused it."""
-        if not expected:
-            raise NonFinite(
-                f"a gradient{self.error_suffix} is not finite at step {number}, so its update was skipped; lower "
-                "train.optimizer.lr or set train.clip"
-            )
+    def skip(self, number: int, skipped: bool | Tensor) -> None:
+        """Count an update if it was skipped: the schedule waits; raise NonFinite if none may be, and the host knows."""
+        if not self._skipping:
+            if skipped is True:
+                raise self._bad_norm(number)
+            return
         if isinstance(skipped, Tensor) and self._on_device:
             self._skips.add(number, skipped)
             self.lately_skipped = skipped + (0 if self.lately_skipped is None else self.lately_skipped)
@@ -181,9 +187,17 @@ class TrainedPart:
         return self.skipped
 
     def take_skipped_steps(self) -> list[int]:
-        """Return the numbers of steps whose update was skipped, each once."""
+        """Return the numbers of steps whose update was skipped, each once; raise NonFinite after many in a row."""
         self.count_skipped()
         numbers, self._skips.known = self._skips.known, []
+        for number in numbers:
+            self._streak = [*self._streak, number] if number - 1 in self._streak[-1:] else [number]
+            if self._ignores and len(self._streak) == MOST_SKIPPED:
+                raise NonFinite(
+                    f"the norm of gradients{self.error_suffix} is not finite in {MOST_SKIPPED} steps in a row, "
+                    f"{self._streak[0]} to {number}, whose updates were left out (train.nonfinite: skip): look at the "
+                    "loss, the data and the rate (train.optimizer.lr)"
+                )
         return numbers
 
     def factor_on_device(self, lately_skipped: Tensor, done: int, rates: RateSchedule, steps: int) -> Tensor:
@@ -202,33 +216,10 @@ class TrainedPart:
         numbers, losses, norms = zip(*self._pending, strict=True)
         before = len(self._steps)
         self._steps += numbers
-        self.window[before : len(self._steps)] = _as_tensor(losses)
-        if norms := [norm for norm in norms if norm is not None]:
-            finite = _as_tensor(norms).isfinite().all()
-            self._norms_finite = finite if self._norms_finite is None else self._norms_finite & finite
+        self.window[0, before : len(self._steps)] = _as_tensor(losses)
+        if norms[0] is not None:
+            self.window[1, before : len(self._steps)] = _as_tensor(norms)
         self._pending.clear()
-
-    def check_state(self) -> None:
-        """Raise NonFinite if the state is not finite behind the steps since the last call; all ranks call it together.
-
-        Only where the norm of a step's gradients was not finite are the tensors looked at.
-        """
-        self.settle()
-        finite, self._norms_finite = self._norms_finite, None
-        doubtful = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        if finite is not None:
-            doubtful += (~finite).to(doubtful.device)
-        if not self.world.sum(doubtful).item():
-            return
-        pieces = (piece for piece in self.engine.pieces() if piece.kind != "buffer")  # a mask may be infinite
-        floats = (piece.tensor for piece in pieces if piece.tensor.is_floating_point())
-        bad = torch.full_like(doubtful, float(any(not bool(t.isfinite().all()) for t in floats)))
-        if self.world.sum(bad).item():
-            raise NonFinite(
-                f"a gradient{self.error_suffix} was not finite, and has made weights or optimizer state so: this state "
-                "is not saved, and the last checkpoint stays; look at the loss's gradient (a root or a logarithm at "
-                "0), the rate (train.optimizer.lr) and the clip (train.clip)"
-            )
 
     @property
     def is_reported(self) -> bool:
@@ -239,7 +230,7 @@ class TrainedPart:
         """Return the global loss of the last step; raise NonFinite if a loss since the last report is not finite."""
         assert self._norm is not None
         self.settle()
-        loss = self._reduce_loss(self.window[len(self._steps) - 1])
+        loss = self._reduce_loss(self.window[0, len(self._steps) - 1])
         rates = self.engine.learning_rates() or [float(base * self._factor) for base in self.rates]
         lr = rates[0] if len(set(rates)) == 1 else rates
         self.last = {"step": self._steps[-1], "loss": loss, "norm": float(self._norm), "lr": lr}
@@ -250,27 +241,36 @@ class TrainedPart:
         """Check the losses of steps that are not yet reported; called after the loop."""
         if not self.is_reported:
             self.settle()
-            self._reduce_loss(self.window[: len(self._steps)].sum())
+            self._reduce_loss(self.window[0, : len(self._steps)].sum())
 
     def _reduce_loss(self, loss: Tensor) -> float:
         """Return the sum of `loss` over ranks; raise NonFinite if a rank had a bad loss since the last report."""
-        bad = (~self.window[: len(self._steps)].isfinite()).any().to(torch.float64)
+        bad = (~self.window[:, : len(self._steps)].isfinite()).any().to(torch.float64) * (not self._ignores)
         total, flag = self.world.sum(torch.stack([loss.to(torch.float64), bad])).tolist()
         if flag:
             raise self._non_finite_error()
         return total
 
     def _non_finite_error(self) -> UniparError:
-        """Return an error with the first bad step and its rank; every rank calls this together."""
-        bad = (~self.window[: len(self._steps)].isfinite()).nonzero()
-        first = torch.zeros(self.world.size, dtype=torch.float64, device=self.world.device)
-        if len(bad):
-            first[self.world.rank] = self._steps[int(bad[0])]
-        steps = {rank: int(s) for rank, s in enumerate(self.world.sum(first).tolist()) if s}
-        rank = min(steps, key=lambda r: steps[r])
+        """Return an error with the first bad step, and the rank of a bad loss; every rank calls this together."""
+        first = torch.full((2, self.world.size), math.inf, dtype=torch.float64)
+        for row, bad in enumerate(~self.window[:, : len(self._steps)].isfinite().cpu()):
+            if bad.any():
+                first[row, self.world.rank] = self._steps[int(bad.nonzero()[0])]
+        steps = self.world.sum(first.nan_to_num(posinf=0.0).to(self.world.device)).cpu()
+        losses, norms = steps.masked_fill(steps == 0, math.inf)
+        if norms.min() < losses.min():
+            return self._bad_norm(int(norms.min()))
         return NonFinite(
-            f"the loss{self.error_suffix} is not finite at step {steps[rank]}, first on rank {rank}: look at that "
-            "batch, the rate (train.optimizer.lr) and the clip (train.clip)"
+            f"the loss{self.error_suffix} is not finite at step {int(losses.min())}, first on rank "
+            f"{int(losses.argmin())}: look at that batch, the rate (train.optimizer.lr) and the clip (train.clip)"
+        )
+
+    def _bad_norm(self, number: int) -> UniparError:
+        return NonFinite(
+            f"the norm of gradients is not finite at step {number}{self.error_suffix}, so the weights stay as they "
+            "were before it: look at the loss's gradient (a root or a logarithm at 0), the rate (train.optimizer.lr) "
+            "and the clip (train.clip), or leave such updates out (train.nonfinite: skip)"
         )
 
     def record(self, steps: int) -> None:
@@ -379,12 +379,22 @@ def collect_step_values(parts: Mapping[str, TrainedPart]) -> dict[str, Any]:
     return {"loss": loss, "norm": norm, "parts": rows}
 
 
+def collect_expert_tokens(parts: Mapping[str, TrainedPart]) -> dict[str, Any]:
+    """Return how many tokens each expert got since the last call, by layer; all ranks call it together."""
+    taken = (part.engine.take_expert_tokens() for part in parts.values())
+    return {layer: tokens.to_row() for layers in taken for layer, tokens in layers.items()}
+
+
 def flatten_logged_step(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the row of a logged step as a flat mapping of names to numbers, for trackers.
 
-    Names are such as `loss/critic` for a part, `lr/0` for a group of the optimizer, and `lr/critic/0` for both.
+    Names are such as `loss/critic` for a part, `lr/0` for a group of the optimizer, and `lr/critic/0` for both. Values
+    of experts are those of the least even layer.
     """
-    flat = {key: value for key, value in row.items() if key not in ("parts", "memory", "flops_by")}
+    flat = {key: value for key, value in row.items() if key not in ("parts", "memory", "flops_by", "experts")}
+    if layers := row.get("experts", {}).values():
+        worst = {"fullest": max, "entropy": min, "unused": max, "rank": max, "microbatch": max}
+        flat |= {f"experts/{key}": choose(layer[key] for layer in layers) for key, choose in worst.items()}
     for phase in row.get("memory", []):
         flat[f"memory/{phase['name']}"] = phase["peak"]
     for name, part in row.get("parts", {}).items():

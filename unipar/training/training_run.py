@@ -17,7 +17,8 @@ from unipar.data.order import MicrobatchPlan
 from unipar.data.stream_loader import StreamLoader
 from unipar.distributed.world import World
 from unipar.engines.learning_rate import RateSchedule
-from unipar.errors import ConfigError, Stopped, TaskError
+from unipar.engines.update_guard import skips_updates
+from unipar.errors import ConfigError, NonFinite, Stopped, TaskError
 from unipar.profiling.observer import StepObserver
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.run_log import RunLog
@@ -71,7 +72,7 @@ class TrainingRun(Run):
         self._mark = heartbeat.set_phase
         self._loss = StepLoss(task, world, config, self._mark, work)
         self._rates = RateSchedule(config.train.schedule, task.schedule if task.defines("schedule") else None)
-        self._local_steps, self._scales = config.train.local_steps, config.train.precision == "fp16"
+        self._local_steps, self._skips = config.train.local_steps, skips_updates(config)
         self._maker = LocalBatchMaker(task, world)
         self.watch = StateWatch(world, config, run_log, own_optimizer=task.defines("optimizer"))
         self._is_plain = choice.alone and self.watch.every is None and not self._loss.is_across
@@ -161,11 +162,10 @@ class TrainingRun(Run):
         self._checkpoints = checkpoints
 
     def check_state(self) -> None:
-        """Raise NonFinite if a loss that no step has reported yet, or the state, is not; all ranks call it together."""
+        """Raise NonFinite if a loss or norm that no step has reported yet is not; all ranks call it together."""
         for part in self._parts.values():
             part.finish()
             self._note_skipped(part)
-            part.check_state()
 
     def mark(self, phase: str) -> None:
         """Set the phase of the heartbeat."""
@@ -202,7 +202,12 @@ class TrainingRun(Run):
     def train(self) -> None:
         """Run the loop of the task, or the default one."""
         refuse_idle_evaluation(self.task, self.config)
-        self.task.train(self)
+        try:
+            self.task.train(self)
+        except NonFinite:
+            if self._checkpoints is not None and not self._local_steps:  # all ranks raise it in the same step
+                self._checkpoints.publish_pending()
+            raise
 
     # Methods for the loop
 
@@ -243,9 +248,10 @@ class TrainingRun(Run):
         trained.add_step(number, out, rate)
         if not self._parts_stepped:
             self._due = self._log.count(local_batch, number, steps)
-        reported = trained.report() if self._due or (not self._scales and out.skipped) else None
+        stopped = out.skipped is True and not self._skips
+        reported = trained.report() if self._due or (stopped and not self._local_steps) else None
         if out.skipped is not False:
-            trained.skip(number, out.skipped, expected=self._scales)
+            trained.skip(number, out.skipped)
         if self._local_steps and (number % self._local_steps == 0 or number == steps):
             trained.engine.take_mean()
         if self.watch.every is not None:

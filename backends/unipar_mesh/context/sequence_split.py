@@ -61,6 +61,9 @@ class SequenceSplit:
         self.whole_length = 0
         """Length of the whole sequence, told before each pass where `enters` is false."""
 
+        self.around_trial: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What is around the forwards in which blocks are tried."""
+
         self._examined: set[tuple[str, bool]] = set()
         self._run: Pass | None = None
         self._inside: InsideBlock | None = None
@@ -218,7 +221,7 @@ class SequenceSplit:
             return InsideBlock(name, run, self.group, self.attention, trial=True)
 
         arguments = Arguments(name, block, args, kwargs)
-        with kept_attributes(list(block.modules())):
+        with self.around_trial(), kept_attributes(list(block.modules())):
             if examine(arguments, block, plain, run.layout, dimension, inside):
                 self._examined.add((name, block.training))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,22 @@ from unipar_mesh.expert.expert_layer import ExpertLayer, arguments_at, with_argu
 from unipar_mesh.expert.listed_experts import ExpertCalls, ListedExperts
 from unipar_mesh.tensor.tensor_parallel import Undo
 
+Count: TypeAlias = Callable[[str, Tensor, int], None]
+"""Function that gets a layer's name, the rows that a rank sends to each expert, and how many its own experts get."""
+
 
 def arm_experts(
-    model: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, *, assumed: AssumedRouting | None = None
+    model: nn.Module,
+    layer: ExpertLayer,
+    group: dist.ProcessGroup,
+    *,
+    assumed: AssumedRouting | None = None,
+    count: Count | None = None,
 ) -> Undo:
     """Let a layer, of which this rank has its own experts' parameters, compute with those of all ranks of a group.
 
-    Return what takes that back. `assumed`: where rows go in a model without values.
+    Return what takes that back. `assumed`: where rows go in a model without values. `count` is called in each forward
+    whose rows have values.
     """
     if layer.kind == "stacked":
         module, inner = model.get_submodule(layer.name), ""
@@ -29,9 +38,9 @@ def arm_experts(
         module = model.get_submodule(parent)
     before = {name: vars(module).get(name) for name in ("forward", *layer.counts)}
     if layer.kind == "stacked":
-        _arm_stacked(module, layer, group, assumed)
+        _arm_stacked(module, layer, group, assumed, count)
     else:
-        _arm_list(module, inner, layer, group, assumed)
+        _arm_list(module, inner, layer, group, assumed, count)
 
     def undo() -> None:
         for name, value in before.items():
@@ -44,7 +53,11 @@ def arm_experts(
 
 
 def _arm_stacked(
-    module: nn.Module, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None
+    module: nn.Module,
+    layer: ExpertLayer,
+    group: dist.ProcessGroup,
+    assumed: AssumedRouting | None,
+    count: Count | None,
 ) -> None:
     own = layer.experts // group.size()
     for name in layer.counts:
@@ -56,7 +69,7 @@ def _arm_stacked(
         slots = numbers.shape[1]
         expert, order = numbers.reshape(-1).sort(stable=True)
         if assumed is None:
-            exchange = Exchange.of(torch.bincount(expert, minlength=layer.experts), group)
+            exchange = _exchange(torch.bincount(expert, minlength=layer.experts), layer, group, count)
         else:
             exchange = Exchange.assumed(assumed, len(order), own, group, order.device)
         sent, weight = _send_weighted(exchange, rows[order // slots], weights.reshape(-1)[order])
@@ -72,7 +85,12 @@ def _arm_stacked(
 
 
 def _arm_list(
-    module: nn.Module, inner: str, layer: ExpertLayer, group: dist.ProcessGroup, assumed: AssumedRouting | None
+    module: nn.Module,
+    inner: str,
+    layer: ExpertLayer,
+    group: dist.ProcessGroup,
+    assumed: AssumedRouting | None,
+    count: Count | None,
 ) -> None:
     experts: Any = getattr(module, inner)
     own = layer.own(group.rank(), group.size())
@@ -83,7 +101,7 @@ def _arm_list(
         parts = [given.get(number, like) for number in range(layer.experts)]
         numbers = [len(part) for part in parts]
         if assumed is None:
-            exchange = Exchange.of(torch.tensor(numbers, device=like.device), group)
+            exchange = _exchange(torch.tensor(numbers, device=like.device), layer, group, count)
         else:
             exchange = Exchange.assumed(assumed, sum(numbers), len(own), group, like.device)
         order = exchange.experts.argsort(stable=True)
@@ -108,6 +126,13 @@ def _send_weighted(exchange: Exchange, rows: Tensor, weights: Tensor) -> tuple[T
         return exchange.there(rows), exchange.there(weights)
     both = exchange.there(torch.cat([rows, weights[:, None]], 1))
     return both[:, :-1].contiguous(), both[:, -1]
+
+
+def _exchange(counts: Tensor, layer: ExpertLayer, group: dist.ProcessGroup, count: Count | None) -> Exchange:
+    exchange = Exchange.of(counts, group)
+    if count is not None:
+        count(layer.name, counts, sum(exchange.received))
+    return exchange
 
 
 def _one_row(rows: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def test_a_checkpoint_in_words(tmp_path: Path) -> None:
         "metrics: loss 0.5",
         "best: step 1 (0.5)",
         "optimizer group 0: lr 0.1, betas [0.9, 0.999]",
-        "steps skipped for the loss scale: 2",
+        "steps whose update was skipped, for a norm that was not finite: 2",
         "numbers of the engine: scale 1024",
         "one parameter: a.weight = b.weight",
         "the task's own state: temperature",

@@ -33,6 +33,28 @@ def test_explain_names_the_dtypes_of_fp16(emulated: EmulatedDevice, tmp_path: Pa
     assert "fp32, of a scaled loss" in " ".join(done.stdout.split())
 
 
+def test_explain_names_the_attention_of_a_device(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """With context, `auto` may be torch's ring there, which the CPU has not."""
+    config = write_config(tmp_path, parallel={"data": 1, "context": 2})
+    done = emulated.unipar(["explain", config, "--deep"])
+    assert done.returncode == 0, done.stderr
+    assert "auto is torch's ring where it can do it, else" in " ".join(done.stdout.split())
+
+
+def test_the_draft_of_a_script_in_fp16(emulated: EmulatedDevice) -> None:
+    """Its loss was scaled on a device: the draft has fp16, which unipar has there."""
+    run = emulated.run("""
+from unipar.observing.draft_config import guess_precision
+from unipar.results.observed_rank import ObservedRank
+from unipar.results.observed_recipe import Recipe
+result = [
+    guess_precision(ObservedRank(rank=0, size=1, dtypes={"float32": 9}, device=device), Recipe(loss_scaling=True))
+    for device in ("cuda", "cpu")
+]
+""")
+    assert run.result == [["fp16", ""], ["fp32", "to do: fp16 is for CUDA, not for cpu"]], run.stderr
+
+
 def test_calibration(emulated: EmulatedDevice) -> None:
     """Two ranks measure two devices over NCCL, and the machine has the memory and the name of one."""
     run = emulated.run("""

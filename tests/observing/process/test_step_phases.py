@@ -17,7 +17,7 @@ class Heard:
         self.steps: list[int] = []
         self.merges = 0
 
-    def on_phase(self, phase: Phase) -> None:
+    def on_phase(self, phase: str) -> None:
         self.phases.append(phase)
 
     def on_step_begin(self, step: int) -> None:
@@ -44,7 +44,9 @@ def heard() -> Heard:
 @pytest.fixture
 def loop(heard: Heard) -> StepPhases:
     seconds: Iterator[float] = iter(range(10000))
-    return StepPhases(heard, lambda: float(next(seconds)))
+    phases = StepPhases(heard, lambda: float(next(seconds)))
+    phases.on_phase = heard.on_phase
+    return phases
 
 
 def read(loop: StepPhases, *, trains: bool = True) -> None:

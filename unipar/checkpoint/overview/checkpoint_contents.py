@@ -97,7 +97,7 @@ def _part_sentences(name: str, part: Mapping[str, Any]) -> Iterator[str]:
         settings = ", ".join(f"{key} {value}" for key, value in group["settings"].items() if value is not None)
         yield f"optimizer group {number}{of}: {settings}"
     if skipped := part.get("skipped"):
-        yield f"steps skipped{of} for the loss scale: {skipped}"
+        yield f"steps whose update was skipped{of}, for a norm that was not finite: {skipped}"
     if counters := part.get("counters"):
         yield f"numbers of the engine{of}: " + ", ".join(f"{key} {value:g}" for key, value in counters.items())
     for names in part.get("tied") or []:

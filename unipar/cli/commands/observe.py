@@ -36,7 +36,7 @@ def observe(
         typer.Option("--to", metavar="task", help="Write task.py and task.yaml, a first draft for unipar, as well."),
     ] = None,
     earlier: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Results for --to, instead of a command.")
+        Path | None, typer.Option("--from", metavar="DIR", help="Results that are there already, instead of a command.")
     ] = None,
     *,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a fault was found.")] = False,
@@ -50,6 +50,8 @@ def observe(
     A fault is found by comparing what the ranks have recorded: unequal weights, gradients that nobody reduced,
     batches that all ranks have. A note is something that many scripts do on purpose.
 
+    With --from alone, ranks are compared whose files lie in a folder, such as those of machines that share none.
+
     With --to task a draft of a Task and its config is written into the folder: what was seen, `# guess:` where it may
     be wrong, `# to do:` where something was not seen.
 
@@ -61,12 +63,13 @@ def observe(
     unipar observe --out before -- accelerate launch train.py
     unipar observe --to task -- torchrun --nproc-per-node 2 train.py
     unipar observe --to task --from before
+    unipar observe --from before
     unipar report before after
     """
     if to not in (None, "task"):
         raise typer.BadParameter(f"--to {to}: there is only --to task")
     if earlier is not None:
-        _write_draft(earlier, to=to, command=command, overwrite=overwrite)
+        _read_again(earlier.absolute(), to=to, command=command, overwrite=overwrite, strict=strict)
         return
     if not command:
         raise typer.BadParameter("give the command that trains after --: unipar observe -- python train.py")
@@ -76,18 +79,26 @@ def observe(
     settings = _read_settings(config, out=out, steps=steps, loss=loss)
     settings = settings.model_copy(update={"folder": prepare_folder(settings.folder, overwrite=overwrite)})
     code = run_observed(command, settings)
-    concluded = conclude(command, settings, code, draft=to is not None)
+    concluded = conclude(command, settings.folder, code, draft=to is not None)
     typer.echo(concluded.text(shutil.get_terminal_size().columns), err=True)
     end_like(1 if strict and concluded.faults and not code else code)
 
 
-def _write_draft(folder: Path, *, to: str | None, command: list[str] | None, overwrite: bool) -> None:
-    """Write the draft from results that are there already."""
-    if command or to is None:
-        raise typer.BadParameter("--from DIR reads results and runs nothing: unipar observe --to task --from DIR")
-    from unipar.observing.draft_task import write_draft
+def _read_again(folder: Path, *, to: str | None, command: list[str] | None, overwrite: bool, strict: bool) -> None:
+    """Write the draft from results that are there already, or compare their ranks once more."""
+    if command:
+        raise typer.BadParameter("--from DIR reads results and runs nothing: unipar observe --from DIR")
+    if to is not None:
+        from unipar.observing.draft_task import write_draft
 
-    typer.echo(write_draft(folder.absolute(), overwrite=overwrite))
+        typer.echo(write_draft(folder, overwrite=overwrite))
+        return
+    from unipar.observing.conclusion import conclude_again
+
+    concluded = conclude_again(folder)
+    typer.echo(concluded.text(shutil.get_terminal_size().columns), err=True)
+    if strict and concluded.faults:
+        raise typer.Exit(1)
 
 
 def _read_settings(file: Path | None, *, out: Path | None, steps: str | None, loss: str | None) -> ObserveSettings:

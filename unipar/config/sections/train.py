@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -85,6 +85,10 @@ class Train(Section):
     clip: PositiveFloat | Clip | None = None
     """The largest gradient norm, or {max: 1.0, norm: fp64}."""
 
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """Answer to a norm of gradients that is NaN or infinite; the weights do not change in either case. stop:
+    the run ends; skip: it goes on without this update. fp16 always skips, and lowers its loss scale."""
+
     parts: dict[str, PartTrain] = Field(default_factory=dict)
     """Optimizer and clip of single parts, by name, if model() returns several parts."""
 
@@ -119,6 +123,11 @@ class Train(Section):
             raise ValueError(
                 f"local_steps ({self.local_steps}) and fp16 exclude each other: loss scaling would make each rank skip "
                 "different steps; use bf16-mixed"
+            )
+        if self.local_steps is not None and self.nonfinite == "skip":
+            raise ValueError(
+                f"local_steps ({self.local_steps}) and nonfinite: skip exclude each other: each rank would skip "
+                "different steps; leave one of them out"
             )
         return self
 

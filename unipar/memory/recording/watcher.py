@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import wraps
 from itertools import chain
@@ -91,10 +91,17 @@ class MemoryRecorder:
     """Recorder of one memory or several, each with a source of events, from the base mark to the last recorded step."""
 
     def __init__(
-        self, sources: Sequence[EventSource], sites: Mapping[str, Category], backend: Backend | None = None
+        self,
+        sources: Sequence[EventSource],
+        sites: Mapping[str, Category],
+        backend: Backend | None = None,
+        sends: Callable[[], AbstractContextManager[Mapping[str, int]] | None] = lambda: None,
     ) -> None:
-        """`sites`: category of what functions of a library allocate; `backend`: one whose library may send itself."""
-        self._sites, self._backend = sites, backend
+        """`sites`: category of what functions of a library allocate; `backend`: one whose library may send itself.
+
+        `sends` returns what counts the bytes that a script's library sends itself.
+        """
+        self._sites, self._backend, self._library_sends = sites, backend, sends
         self._watched = [_RecordedMemory(source) for source in sources]
         self._pinned: PinnedMemory | None = None
         self._marks = 0
@@ -113,6 +120,7 @@ class MemoryRecorder:
         self._steps: list[RecordedStep] = []
         self._traffic: Traffic = Counter()
         self._across = 0
+        self._library_sent = False
         self._around: ExitStack | None = None
         self._holdings: Callable[[], Iterable[Holding]] = tuple
 
@@ -246,13 +254,13 @@ class MemoryRecorder:
     @contextmanager
     def _sending(self) -> Generator[None]:
         library = self._recording_library
+        counting = library.sends(self._world) if library and isinstance(self._world, World) else self._library_sends()
         with (
-            library.sends(self._world)
-            if library is not None and isinstance(self._world, World)
-            else nullcontext({}) as by_library,
+            counting or nullcontext(dict[str, int]()) as by_library,
             CollectiveCounter(self._traffic, self._world.mesh, self._world.machines) as counter,
         ):
             yield
+        self._library_sent = bool(by_library)
         self._across += counter.across + (sum(by_library.values()) if self._world.machines.several else 0)
         axis = axis_of_ranks(self._world.mesh, list(range(self._world.size))) or UNKNOWN_AXIS
         self._traffic.update({(axis, kind): size for kind, size in by_library.items()})
@@ -271,7 +279,9 @@ class MemoryRecorder:
         if not any(how == "sent" for how, _, _ in self._steps):
             return ""
         library = self._recording_library
-        return TRAFFIC_METHOD if library is None else f"{TRAFFIC_METHOD}, and {library.capabilities.records}"
+        if library is not None:
+            return f"{TRAFFIC_METHOD}, and {library.capabilities.records}"
+        return f"{TRAFFIC_METHOD}, and of the library's own" if self._library_sent else TRAFFIC_METHOD
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._saved(tensor)

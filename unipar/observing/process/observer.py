@@ -7,10 +7,10 @@ import importlib
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import wraps
+from threading import get_ident
 from typing import Any, Concatenate, Final, ParamSpec, final
 
 import torch
@@ -29,9 +29,10 @@ from unipar.errors import UniparError
 from unipar.observing.libraries import known_libraries, libraries_here
 from unipar.observing.process.patches import Patches
 from unipar.observing.process.rank_record import RankRecord
+from unipar.observing.process.script_flops import COUNTED_STEP, ScriptFlops
 from unipar.observing.process.script_memory import ScriptMemory
 from unipar.observing.process.script_state import ScriptState
-from unipar.observing.process.step_phases import Phase, StepPhases
+from unipar.observing.process.step_phases import StepPhases
 from unipar.observing.settings import ObserveSettings
 from unipar.profiling.waiting import SleepClock
 
@@ -55,7 +56,7 @@ def _harmless(
 
     @wraps(act)
     def guarded(self: Observer, *args: HookArguments.args, **kwargs: HookArguments.kwargs) -> None:
-        if self.stopped or threading.get_ident() != self.thread:
+        if self.stopped or get_ident() != self.thread:
             return
         try:
             act(self, *args, **kwargs)
@@ -73,7 +74,7 @@ class Observer:
 
     def __init__(self, patches: Patches) -> None:
         self._patches = patches
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self.stopped = ""
         """Reason why observing has stopped; "" while it goes on."""
 
@@ -85,6 +86,7 @@ class Observer:
             sites |= library.sites
         self.memory = ScriptMemory(self.settings.steps, sites, self.state)
         self.record = RankRecord(self.settings, self.state)
+        self._flops = ScriptFlops(self.phases)
         self._clock: SleepClock | None = None
         self._clock_runs = self._clocked = False
         """Whether the clock counts now, and whether it does in this step."""
@@ -100,8 +102,8 @@ class Observer:
         """Patch what a training loop calls, and begin to record memory."""
         around, keep = self._patches.around, self._patches.keep
         for owner in (Optimizer, nn.Module):
-            around(owner, "zero_grad", after=lambda *_, **__: self.gradients_dropped())
-        around(torch.autograd, "backward", before=self.backward_begins, after=lambda *_, **__: self.backward_ends())
+            around(owner, "zero_grad", after=self.gradients_dropped)
+        around(torch.autograd, "backward", before=self.backward_begins, after=self.backward_ends)
         around(dataloader._BaseDataLoaderIter, "__next__", before=self.data_begins, after=self.data_ends)  # pyright: ignore[reportPrivateUsage]
         around(dataloader.DataLoader, "__iter__", before=self.epoch_begins)
         around(Optimizer, "__init__", after=self.optimizer_made)
@@ -129,11 +131,11 @@ class Observer:
         kind = find_visible_devices().type
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if not kind or not when_context_is_made(kind, local_rank, self._begin_memory_on):
-            self.memory.begin(torch.device("cpu"))
+            self.memory.begin(torch.device("cpu"), self.phases)
 
     @_harmless
     def _begin_memory_on(self, device: torch.device) -> None:
-        self.memory.begin(device)
+        self.memory.begin(device, self.phases)
 
     def _forked(self) -> None:
         """Go on in a forked rank; leave a forked data worker, or a process that has trained, alone."""
@@ -149,6 +151,7 @@ class Observer:
         self.stopped = reason
         self._patches.undo()
         self.memory.drop()
+        self._flops.drop()
         self.record.note(f"observing stopped in step {self.phases.step}: {reason}")
         sys.stderr.write(f"unipar observe: stopped in step {self.phases.step}: {reason}\n")
 
@@ -156,15 +159,18 @@ class Observer:
 
     @_harmless
     def data_begins(self, *_: Any, **__: Any) -> None:
-        self._pause_clock()
+        if self._clock_runs:
+            self._pause_clock()
         self.phases.data_begins()
 
     @_harmless
     def data_ends(self, batch: Any, iterator: Any, *_: Any, **__: Any) -> None:
         self.phases.data_ends(trains=torch.is_grad_enabled())
-        self.record.recipe.batch_read(batch, iterator)
+        if self.record.recipe.open:
+            self.record.recipe.batch_read(batch, iterator)
         self.record.add_batch(batch)
-        self._resume_clock()
+        if self._clocked:
+            self._resume_clock()
 
     @_harmless
     def epoch_begins(self, loader: Any) -> None:
@@ -173,7 +179,7 @@ class Observer:
         self.record.recipe.epoch_begun(loader)
 
     @_harmless
-    def gradients_dropped(self) -> None:
+    def gradients_dropped(self, *_: Any, **__: Any) -> None:
         self.phases.gradients_dropped()
 
     @_harmless
@@ -189,11 +195,12 @@ class Observer:
         if self.phases.backwards == _BACKWARDS_WITHOUT_UPDATE and not self.record.opened:
             self.state.look_again()
         self.phases.backward_begins()
-        self.record.recipe.backward_called()
+        if self.record.recipe.open:
+            self.record.recipe.backward_called()
         self.record.add_backward(tensors, self.phases.step, self.phases.backwards)
 
     @_harmless
-    def backward_ends(self) -> None:
+    def backward_ends(self, *_: Any, **__: Any) -> None:
         self._backward_depth -= 1
         if self._backward_depth:
             return
@@ -239,59 +246,60 @@ class Observer:
 
     @_harmless
     def update_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _wraps_another(optimizer):
-            return
         known = self.state.knows(optimizer)
         if not known:
+            if _wraps_another(optimizer):
+                return
             self.phases.keep_optimizers({id(o) for o in self.state.optimizers})
         self.phases.update_begins(id(optimizer))
         if not known:
             self.state.add(optimizer)
             self._find_place()
             self.record.describe()
-        if any(callable(value) for value in (*args[1:], *kwargs.values())):  # a function that computes the gradients
+        # a function among the arguments computes the gradients
+        if (len(args) > 1 or kwargs) and any(map(callable, (*args[1:], *kwargs.values()))):
             self._computing = optimizer
         else:
             self.record.before_update(optimizer, self.phases.step)
 
     @_harmless
     def update_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        if _wraps_another(optimizer):
-            return
-        self.phases.update_ends()
+        if self.state.knows(optimizer):
+            self.phases.update_ends()
 
     # What the phases say
 
-    def on_phase(self, phase: Phase) -> None:
-        """Tell the recorder of memory."""
-        if self.memory.on_phase is not None:
-            self.memory.on_phase(phase)
-
     def on_step_begin(self, step: int) -> None:
         """Begin to record memory and waiting, if the step is one of those."""
-        self.memory.step_begins(step)
+        self.record.begin_step(step)
         since = step - self.settings.steps[1]
+        if since <= 0:
+            self.memory.step_begins(step)
+            self._flops.step_begins(step)
         self._clocked = since > 0 and (since <= _CLOCKED_FIRST or since % _CLOCKED_EVERY == 0)
-        if self._clocked and self._clock is None:
-            self._clock = self._open_clock()
-        if self._clock is not None:
-            self._clock.seconds = 0.0
-        self._resume_clock()
+        if self._clocked:
+            self._begin_clock()
 
     def on_step_end(self, step: int) -> None:
         """Write the step to the run log."""
-        self._pause_clock()
+        if self._clock_runs:
+            self._pause_clock()
+        if step <= COUNTED_STEP:
+            self._end_counting(step)
         now = time.perf_counter()
         recorded = step <= self.settings.steps[1] or step in self.settings.checks
         seconds = None if self._ended_at is None or recorded else now - self._ended_at
         self._ended_at = now
         waited = self._clock.seconds if self._clocked and self._clock is not None else None
-        self.record.add_step(
-            step, seconds, dict(self.phases.seconds), waited, self.phases.backwards, self.phases.skipped
-        )
-        if self.memory.step_ends(step, self.settings.folder) or step in self.settings.checks:
+        self.record.add_step(step, seconds, self.phases.seconds, waited, self.phases.backwards, self.phases.skipped)
+        if recorded and (self.memory.step_ends(step, self.settings.folder) or step in self.settings.checks):
             self.record.write(self.memory.lost)
             self._ended_at = time.perf_counter()
+
+    def _end_counting(self, step: int) -> None:
+        self._flops.step_ends(step, self.record.device)
+        if self._flops.work is not None:
+            self.record.add_work(self._flops.work)
 
     def on_steps_merged(self) -> None:
         """Begin to count anew: another optimizer belongs to each step."""
@@ -343,13 +351,20 @@ class Observer:
         except OSError:
             return None
 
+    def _begin_clock(self) -> None:
+        if self._clock is None:
+            self._clock = self._open_clock()
+        if self._clock is not None:
+            self._clock.seconds = 0.0
+        self._resume_clock()
+
     def _pause_clock(self) -> None:
-        if self._clock is not None and self._clock_runs:
+        if self._clock is not None:
             self._clock.stop()
         self._clock_runs = False
 
     def _resume_clock(self) -> None:
-        if self._clocked and self._clock is not None:
+        if self._clock is not None:
             self._clock.start()
             self._clock_runs = True
 

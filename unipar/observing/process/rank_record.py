@@ -24,6 +24,7 @@ from unipar.observing.process.script_recipe import ScriptRecipe
 from unipar.observing.process.script_state import ScriptState, layers_of, parameters_of, whole_size
 from unipar.observing.process.step_phases import Phase
 from unipar.observing.settings import ObserveSettings
+from unipar.profiling.work import RankWork
 from unipar.results.observed_rank import LAST_STEP, LocalFault, ObservedRank, ObservedState, observed_rank_path
 from unipar.run_folder.layout import run_log_path
 from unipar.run_folder.run_log import RunLog
@@ -59,7 +60,14 @@ class RankRecord:
         self._script: dict[str, Any] = {}
         """What the script trains with."""
 
+        self._work: RankWork | None = None
         self._log: RunLog | None = None
+        self._logged_now = True
+        """Whether the present step has a line in the run log: then its numbers are read from the device."""
+
+        self._notes_update = True
+        """Whether what optimizers are given is noted in the present step."""
+
         self._begun: int | None = None
         self._faults: dict[str, LocalFault] = {}
         self._notes: dict[str, None] = {}
@@ -98,19 +106,32 @@ class RankRecord:
         """Whether rank and size are known, so that something can be written."""
         return self._log is not None
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the models' parameters."""
+        return _device_of(self._state)
+
+    def add_work(self, work: RankWork) -> None:
+        """Note the operations of a step, or why they were not counted."""
+        self._work = work
+        for text in work.notes:
+            self.note(text)
+
     def note(self, text: str) -> None:
         """Add a sentence on what could not be observed."""
         self._notes[text] = None
 
-    def is_logged(self, step: int) -> bool:
-        """Return whether a step has a line in the run log: then its numbers are read from the device."""
-        return step <= FIRST_STEPS or step % self._settings.log_every == 0
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins."""
+        self._logged_now = step <= FIRST_STEPS or step % self._settings.log_every == 0
+        self._notes_update = self._logged_now or step in self._settings.checks
 
     def open(self, rank: int, size: int, launched_size: int, host: str) -> None:
         """Begin to write, as this rank; processes without a group take the next number that is free."""
         if self._log is not None:
             return
         folder = self._settings.folder
+        folder.mkdir(parents=True, exist_ok=True)  # another machine may not share it
         while size == 1 and not _claim(folder, rank):
             rank += 1
         self._place = {"rank": rank, "size": size, "launched_size": launched_size, "host": host, "pid": os.getpid()}
@@ -179,25 +200,28 @@ class RankRecord:
                     detail="the first batches of an epoch are those of the epoch before, though the sampler shuffles",
                 )
             )
-        loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-        if self.is_logged(step) and isinstance(loss, Tensor) and loss.numel() == 1:
-            known, unscaled = self._unscaled
-            self._backward_losses.append(unscaled if known == id(loss) else loss.detach())
+        if self._logged_now:
+            loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                known, unscaled = self._unscaled
+                self._backward_losses.append(unscaled if known == id(loss) else loss.detach())
         if number == 1 and step in self._settings.checks:
-            self._random[step] = digest_tensor(generator_state(_device_of(self._state)))
+            self._random[step] = digest_tensor(generator_state(self.device))
 
     def add_clip(self, step: int, norm: Tensor | float, limit: Any) -> None:
         """Note the norm that a clip returns."""
-        if self.is_logged(step):
+        if self._logged_now:
             self._norms[step] = float(norm)
             self._clip = float(limit) if isinstance(limit, int | float) else None
 
     def before_update(self, optimizer: Optimizer, step: int) -> None:
         """Note what an optimizer is given."""
-        if self._settings.loss is not None and self.is_logged(step):
+        if not self._notes_update:
+            return
+        if self._settings.loss is not None and self._logged_now:
             file, _, name = self._settings.loss.rpartition(":")
             self._loss = find_variable(sys._getframe(2), file, name)  # pyright: ignore[reportPrivateUsage]
-        if self.is_logged(step):
+        if self._logged_now:
             self._rates[step] = tuple(rate for group in optimizer.param_groups if (rate := _rate_of(group)) is not None)
         if step in self._settings.checks:
             self._split |= checks.has_parts(optimizer)
@@ -239,7 +263,7 @@ class RankRecord:
         """Note a step that has ended; `seconds` is None if something was recorded in it."""
         self._steps = step
         self._skipped += skipped
-        if self.is_logged(step) and (norm := self._norm_of_library()) is not None:
+        if self._logged_now and (norm := self._norm_of_library()) is not None:
             self._norms.setdefault(step, norm)
         self._check_schedule(step, skipped=skipped)
         if self._before:
@@ -254,7 +278,7 @@ class RankRecord:
                 self._clocked += seconds
         if len(self._backwards) < FIRST_STEPS:
             self._backwards.append(backwards)
-        if self.is_logged(step):
+        if self._logged_now:
             self._write_step(step)
 
     def _norm_of_library(self) -> float | None:
@@ -263,7 +287,9 @@ class RankRecord:
         return next((norm for norm in norms if norm is not None), None)
 
     def _check_schedule(self, step: int, *, skipped: bool) -> None:
-        calls = max(self.schedule_steps.values(), default=0)
+        if not self.schedule_steps:
+            return
+        calls = max(self.schedule_steps.values())
         self.schedule_steps.clear()
         if calls > 1 and calls == self._place.get("size") and not skipped:
             self.add_fault(
@@ -325,6 +351,7 @@ class RankRecord:
             seconds=median(self._times) if self._times else None,
             phases={name: median(phases.get(name, 0.0) for phases in self._phases) for name in sorted(names)},
             waiting=self._waiting,
+            work=self._work,
             backwards=tuple(self._backwards),
             losses=tuple(self._losses),
             batches=tuple(self.batches.first),

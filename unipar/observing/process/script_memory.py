@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -19,8 +20,9 @@ from unipar.backend import Category, Holding
 from unipar.distributed.world_machines import WorldMachines
 from unipar.memory.account import RecordingPass
 from unipar.memory.recording.bytes_sent_recorder import collective_of
-from unipar.memory.recording.watcher import MemoryRecorder, TensorHolder, choose_event_sources
+from unipar.memory.recording.watcher import MemoryRecorder, PhaseSignal, TensorHolder, choose_event_sources
 from unipar.memory.sources.malloc_meter import MallocMeter
+from unipar.observing.libraries import libraries_here
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,12 @@ class ScriptMemory:
         self._sites = sites
         self._holder = holder
         self._named: _CollectiveTensors | None = None
-        self.on_phase: Any = None
-        """Function that the recorder gets phases through."""
-
         self.recorder: MemoryRecorder | None = None
         self.world = ScriptWorld(torch.device("cpu"))
         self.missing = ""
         """Reason why no memory is recorded; "" if it is."""
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self, device: torch.device, phases: PhaseSignal) -> None:
         """Set the base mark, before the script makes a model; on a device, when its context is made."""
         self.world.device = device
         if device.type == "cpu" and not MallocMeter.here():
@@ -77,8 +76,8 @@ class ScriptMemory:
             )
             return
         preload = os.environ.get("LD_PRELOAD")
-        self.recorder = MemoryRecorder(choose_event_sources(device), self._sites)
-        self.recorder.begin_here(self.world, self)
+        self.recorder = MemoryRecorder(choose_event_sources(device), self._sites, sends=_library_sends)
+        self.recorder.begin_here(self.world, phases)
         if preload is not None:  # processes that this one starts, such as ranks, are observed as well
             os.environ["LD_PRELOAD"] = preload
         self.recorder.follow([self._holder])
@@ -140,6 +139,11 @@ class ScriptMemory:
     def _write(self, folder: Path) -> None:
         if self.recorder is not None:
             self.recorder.write_account(folder)
+
+
+def _library_sends() -> AbstractContextManager[Mapping[str, int]] | None:
+    """Return what counts the bytes that a library of the script sends without torch.distributed, or None."""
+    return next((counting for library in libraries_here() if (counting := library.sends()) is not None), None)
 
 
 @final

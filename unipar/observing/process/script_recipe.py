@@ -61,7 +61,9 @@ class ScriptRecipe:
             record.model_rebuild()  # before the base mark: no account has what pydantic builds on first use
         self._state = state
         self._modules = MadeModules()
-        self._open = True
+        self.open = True
+        """Whether the first update is still to come."""
+
         self._seed: int | None = None
         self._loaders: dict[int, Any] = {}
         self._dataset: int | None = None
@@ -83,14 +85,14 @@ class ScriptRecipe:
 
     def module_made(self, module: nn.Module) -> None:
         """Note with which arguments a module is made."""
-        if self._open:
+        if self.open:
             if self._seed is None:
                 self._seed = torch.initial_seed()
             self._modules.note(module, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Note an optimizer's groups, which libraries replace later."""
-        if self._open:
+        if self.open:
             self._groups[id(optimizer)] = weakref.ref(optimizer), _groups_of(optimizer)
 
     def schedule_stepped(self, schedule: Any) -> None:
@@ -105,24 +107,24 @@ class ScriptRecipe:
 
     def epoch_begun(self, loader: Any) -> None:
         """Note a loader over which the script iterates."""
-        if self._open:
+        if self.open:
             self._loaders[id(getattr(loader, "dataset", None))] = loader
 
     def batch_read(self, batch: Any, iterator: Any) -> None:
         """Note from which loader a batch of the training comes."""
-        if self._open and torch.is_grad_enabled():
+        if self.open and torch.is_grad_enabled():
             self._dataset = id(getattr(iterator, "_dataset", None))
             data = batch if isinstance(batch, dict) else getattr(batch, "data", None)
             self._batch_keys = tuple(map(str, data)) if isinstance(data, dict) else ()
 
     def autocast_entered(self, context: Any) -> None:
         """Note the dtype of an autocast."""
-        if self._open and torch.is_grad_enabled() and getattr(context, "_enabled", False):
+        if self.open and torch.is_grad_enabled() and getattr(context, "_enabled", False):
             self._autocast = short_dtype(context.fast_dtype)
 
     def backward_called(self) -> None:
         """Note the line that calls backward, the first time."""
-        if not self._open or self._loss is not None:
+        if not self.open or self._loss is not None:
             return
         for frame in script_frames(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             place, *callers = [line_of_frame(f) for f in script_frames(frame)]
@@ -142,10 +144,10 @@ class ScriptRecipe:
         """Put together what was noted, when an optimizer takes its first step."""
         models, optimizers = self._state.models, self._state.optimizers
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if self._open:
+        if self.open:
             self._loader = self._describe_loader(frame)
             self._loaders.clear()  # a script may have dropped them
-        self._open = False
+        self.open = False
         wrappers = self._state.wrappers
         layers = list(layers_of(models[0], wrappers)) if models else []
         backend, config = self._library_of(models, frame)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Set
 from typing import Final, Literal, Protocol, final
 
@@ -20,11 +19,7 @@ STEPS_WAITED: Final = 16
 
 
 class StepListener(Protocol):
-    """Whoever wants to know of phases and steps."""
-
-    def on_phase(self, phase: Phase) -> None:
-        """Note that a phase begins."""
-        ...
+    """Whoever wants to know of steps."""
 
     def on_step_begin(self, step: int) -> None:
         """Note that a step begins: its data are read, its gradients dropped, or its backward runs."""
@@ -50,6 +45,9 @@ class StepPhases:
 
     def __init__(self, listener: StepListener, clock: Callable[[], float] = time.perf_counter) -> None:
         self._listener, self._clock = listener, clock
+        self.on_phase: Callable[[str], None] | None = None
+        """Function that is called with each new phase."""
+
         self.phase: Phase = "start"
         self.step = 0
         """Number of the present step, from 1; 0 before the first."""
@@ -65,7 +63,7 @@ class StepPhases:
 
         self._expected_backwards = 0
         self._optimizers: set[Hashable] = set()
-        self._updated: Counter[Hashable] = Counter()
+        self._updated: dict[Hashable, int] = {}
         self._patience = STEPS_WAITED
         self._updating = 0
         self._running = False
@@ -120,8 +118,8 @@ class StepPhases:
                 self._merge()
         if not self._running:
             self._begin()
-        self._updated[optimizer] += 1
-        if self._updated[optimizer] > self._patience:
+        self._updated[optimizer] = updates = self._updated.get(optimizer, 0) + 1
+        if updates > self._patience:
             self._optimizers &= self._updated.keys()
         self._updating += 1
         if not self._in_backward:
@@ -156,7 +154,7 @@ class StepPhases:
         return self.skipped or (bool(self._updated) and self._updated.keys() >= self._optimizers)
 
     def _go_on(self) -> None:
-        if self.is_complete:
+        if self.phase == "between" and self.is_complete:
             self._end()
         if not self._running:
             self._begin()
@@ -167,7 +165,7 @@ class StepPhases:
         self._listener.on_step_begin(self.step)
 
     def _end(self) -> None:
-        self._enter("between")
+        self._add_time()
         self._listener.on_step_end(self.step)
         if self.step <= LEARNED_AFTER:
             self._expected_backwards = self.backwards
@@ -181,13 +179,17 @@ class StepPhases:
         self._patience = max(self._patience, 2 * self.step)
         self.step, self._expected_backwards = 1, 0
         for optimizer in self._optimizers:
-            self._updated[optimizer] += 1
+            self._updated[optimizer] = self._updated.get(optimizer, 0) + 1
         self._listener.on_steps_merged()
 
     def _enter(self, phase: Phase) -> None:
+        if phase != self.phase or phase in ("data", "backward"):
+            self._add_time()
+            self.phase = phase
+            if self.on_phase is not None:
+                self.on_phase(phase)
+
+    def _add_time(self) -> None:
         now = self._clock()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
         self._since = now
-        if phase != self.phase or phase in ("data", "backward"):
-            self.phase = phase
-            self._listener.on_phase(phase)

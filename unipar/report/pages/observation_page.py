@@ -36,6 +36,7 @@ from unipar.results.observation_table import (
     describe_not_finite,
     describe_steps,
     describe_times,
+    describe_work,
     sent_rows,
     shown_ranks,
 )
@@ -155,6 +156,7 @@ def _times(page: ObservationPageData) -> str:
         "times",
         "Time of a step",
         paragraph(f"{explained[:1].upper()}{explained[1:]}."),
+        *(paragraph(f"{sentence[:1].upper()}{sentence[1:]}.") for sentence in describe_work(ranks)),
         colour_key(step_part_colours(drawn)),
         html_figure(
             lambda width: draw_step_parts(drawn, width),

@@ -30,6 +30,7 @@ from unipar.report.html.elements import (
     paragraph,
     repeat_command_block,
 )
+from unipar.report.pages.experts_section import experts_section
 from unipar.report.pages.memory.columns import phase_table
 from unipar.report.pages.pipeline_section import pipeline_section
 from unipar.results.memory_tables import describe_counting, largest_account
@@ -56,6 +57,7 @@ def run_sections(run: RunPageData, before: RunPageData | None = None) -> list[st
         _evals(run),
         _images(run),
         _times(run, before),
+        experts_section(run.report.experts),
         pipeline_section([(run.report.strategy, read_pipeline(run.report.strategy, run.config))]),
         _memory(run),
         _config(run),

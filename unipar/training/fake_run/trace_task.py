@@ -58,6 +58,9 @@ class TracedTask:
     worst_routing: Activations | None = None
     """What the model allocates if this rank's experts get the rows of all ranks; None: it has all experts itself."""
 
+    logged_of_experts: tuple[int, ...] = ()
+    """Bytes that all ranks combine at a logged step to count tokens of experts, of each collective."""
+
     proof: Proof | None = None
     """Proof in the set-up that parts are the whole model; None: there is none."""
 
@@ -189,7 +192,14 @@ def trace_part(
     proof = None
     if proof_of_whole is not None:
         proof = Proof(proof_of_whole, None if in_full is None else replace(stage, activations=in_full))
-    return replace(traced, rank=rank, sent=tuple(_volumes(steps, part)), proof=proof, worst_routing=worst)
+    return replace(
+        traced,
+        rank=rank,
+        sent=tuple(_volumes(steps, part)),
+        proof=proof,
+        worst_routing=worst,
+        logged_of_experts=tuple(part.logged_of_experts),
+    )
 
 
 def in_full_precision(fake: FakeTask) -> FakeTask:
