@@ -96,7 +96,7 @@ def counters_of(folder: Path) -> str:
 def test_frozen_weights_are_compared_on_either_device(first: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
     """They are saved once; no save takes them for changed, on the device of the first save or on the other one."""
     sizes = {"layers": 2, "width": 16, "heads": 2, "context": 8}
-    task = {"use": f"{ROOT}/tests/checkpoint/test_frozen_weights.py:Tuned", "args": sizes}
+    task = {"use": f"{ROOT}/tests/support/frozen_task.py:Tuned", "args": sizes}
     saving = {"every": 2, "keep": 9, "frozen": "reference"}
     parallel = {"data": 2, "shard": "parameters"}
     config = write_config(tmp_path, task=task, device=first, parallel=parallel, checkpoint=saving)
