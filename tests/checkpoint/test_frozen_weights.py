@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 import unipar
-from examples.char_gpt import CharGPT
 from tests.support.running import Line, running
 from tests.support.world import ROOT
 from unipar.backend import Piece, Region
@@ -253,17 +252,6 @@ def test_at_an_address(tmp_path: Path) -> None:
     assert name.startswith("frozen-")
 
 
-class Tuned(CharGPT):
-    """The character GPT with frozen attention and embeddings."""
-
-    @override
-    def model(self) -> nn.Module:
-        made = super().model()
-        for name, p in made.named_parameters():
-            p.requires_grad_("mlp" in name or "norm" in name)
-        return made
-
-
 CHAIN = [
     *[("native/parameters", 2), ("deepspeed/parameters", 2), ("native/nothing+tensor2", 2), ("single", 1)],
     ("accelerate/parameters", 3),
@@ -287,7 +275,7 @@ def test_each_strategy_goes_on_with_the_file_of_the_first(chain: Sequence[tuple[
     for step, (strategy, ranks) in enumerate(chain, 1):
         made = Config.model_validate(
             {
-                "task": {"use": f"{ROOT}/tests/checkpoint/test_frozen_weights.py:Tuned", "args": sizes},
+                "task": {"use": f"{ROOT}/tests/support/frozen_task.py:Tuned", "args": sizes},
                 "device": "cpu",
                 "parallel": {"data": ranks},
                 "batch": {"total": 12},
