@@ -12,9 +12,11 @@ from unipar.run_folder.run_log import RunLog
 from unipar.utils.table import format_table
 from unipar.utils.text import format_duration
 
-HOW_TO_OPEN: Final = "open the file at https://ui.perfetto.dev, which keeps it in the browser"
+HOW_TO_OPEN: Final = "open the file at ui.perfetto.dev, which keeps it in the browser"
 
 ENTRY_HEADS: Final = ("entry", "calls", "own time", "of all listed")
+_LONGEST_NAME: Final = 50
+"""Characters of an entry's name in a table."""
 
 
 class Entry(NamedTuple):
@@ -61,7 +63,10 @@ class RunTrace(NamedTuple):
     def rows(self) -> list[list[str]]:
         """Rows of the table of entries, below ENTRY_HEADS."""
         total = sum(entry.seconds for entry in self.entries) or 1.0
-        return [[e.name, f"{e.calls:,}", format_duration(e.seconds), f"{e.seconds / total:.0%}"] for e in self.entries]
+        return [
+            [_shorten(e.name), f"{e.calls:,}", format_duration(e.seconds), f"{e.seconds / total:.0%}"]
+            for e in self.entries
+        ]
 
     def as_data(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -71,6 +76,11 @@ class RunTrace(NamedTuple):
         """Return the trace as text."""
         heads = (f"largest entries, {self.counted_on}", *ENTRY_HEADS[1:])
         return "\n".join([self.title, self.cost, "", format_table(heads, self.rows, right=(1, 2, 3), width=width)])
+
+
+def _shorten(name: str) -> str:
+    """Return the name of an entry as a table shows it: torch names compiled graphs by long hashes."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
 
 
 def trace_of(rank: int, events: Sequence[Mapping[str, Any]], folder: Path) -> RunTrace | None:

@@ -284,7 +284,7 @@ def _traces(run: RunPageData) -> str:
     for trace in run.traces:
         label = f"Largest entries of {trace.title}, own time on the {trace.counted_on}"
         parts.append(html_table(ENTRY_HEADS, trace.rows, label))
-        parts.append(paragraph(f"{trace.cost.capitalize()}. {trace.file}: {HOW_TO_OPEN}."))
+        parts.append(paragraph(f"{trace.cost[0].upper()}{trace.cost[1:]}. {trace.file}: {HOW_TO_OPEN}."))
     return html_section("trace", "Trace", *parts) if parts else ""
 
 
