@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, final
 
 import deepspeed
@@ -76,6 +77,7 @@ class ZeroEngine(OptimizerEngine):
     """Engine of one part under ZeRO 0 to 3."""
 
     scales_on_host = True
+    traced = MappingProxyType({"_clip": "clip"})
 
     def __init__(
         self, part: Part, config: Config, world: World, backend: Backend, start: InitializeEngine = initialize_deepspeed

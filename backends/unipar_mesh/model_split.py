@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import nn
@@ -16,11 +17,13 @@ from unipar.config import Config
 from unipar.config.sections.strategy import Axes
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import cast_floats
+from unipar.engines.router_choices import RouterChoice
 from unipar.errors import TaskError
 from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
 from unipar_mesh.expert.find_experts import find_experts
 from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_mesh.proof.proof_of_blocks import WholeBlocks, blocks_to_prove, sketch_blocks
+from unipar_mesh.proof.router_ties import recorded_choices
 from unipar_mesh.refusal_sentences import refuse_empty_plans
 from unipar_mesh.tensor.cuts import BlockPlan, OwnPart, ParameterCut
 from unipar_mesh.tensor.tensor_model import cuts_of_model, plan_blocks
@@ -39,6 +42,13 @@ class LookAtModel(NamedTuple):
     experts: Sequence[ExpertLayer] = ()
     others: Sequence[Any] = ()
     """Further microbatches: each rank with other experts is tried on one of its own."""
+
+    choices: Mapping[str, Sequence[RouterChoice]] = MappingProxyType({})
+    """What the full model's routers choose for these microbatches, by layer of experts."""
+
+    def choices_of(self, seat: int) -> dict[str, RouterChoice]:
+        """Return what the routers choose for the microbatch of the ranks with these experts."""
+        return {name: each[seat] for name, each in self.choices.items()}
 
     def batch_of(self, seat: int) -> Any:
         """Return the microbatch of the ranks with these experts."""
@@ -63,12 +73,15 @@ def look_together(
         with experts_left_out(part.module, experts):
             plans = _plan_tensor(part, facts, world, axes)
         full: WholeModel | WholeBlocks | None = None
+        choices: Mapping[str, Sequence[RouterChoice]] = {}
         if proof == "whole":
-            full = whole_gradients(part.module, part.loss, inputs, *other_inputs)
+            with recorded_choices(part.module, experts) as calls:
+                full = whole_gradients(part.module, part.loss, inputs, *other_inputs)
+            choices = {name: made for name, made in calls.items() if len(made) == 1 + len(others)}
         elif proof == "blocks":
             names = blocks_to_prove(part.module, facts, plans)
             full = sketch_blocks(part.module, part.loss, inputs, names)
-        return LookAtModel(batch, replace(facts, block_inputs={}), plans, experts, others), full
+        return LookAtModel(batch, replace(facts, block_inputs={}), plans, experts, others, choices), full
 
     return made_on_first_rank(world, look)
 

@@ -308,6 +308,9 @@ SETTINGS: Mapping[str, Setting] = {
     "parallel.expert": Setting(value=2, beside={"parallel.data": 2}, strategy="native", shows="library"),
     "train.nonfinite": Setting(
         value="skip", test="tests/training/test_nonfinite.py::test_an_update_that_is_left_out"),
+    "checkpoint.frozen": Setting(
+        value="reference", beside=_SAVING,
+        test="tests/checkpoint/test_frozen_weights.py::test_frozen_weights_are_saved_once"),
 }  # fmt: skip
 
 
