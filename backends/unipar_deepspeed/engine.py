@@ -107,6 +107,12 @@ class ZeroEngine(OptimizerEngine):
                 f"options.deepspeed.offload_optimizer: {options_of(config).offload_optimizer} is not available with "
                 f"{type(optimizer).__name__}, which joins matrices on the device; leave one of them out"
             )
+        if matrices and isinstance(split, ExpertSplit):
+            raise TaskError(
+                f"parallel.expert: {split.ranks} is not available with {type(optimizer).__name__}, which updates whole "
+                "matrices: no run of DeepSpeed's AutoEP with it has been compared with one process; leave one of them "
+                "out, or use backend: native"
+            )
         if self.stage and optimizer.state:
             raise TaskError(
                 f"{strategies.strategy_of(config)} does not support {type(optimizer).__name__}: it creates its states "

@@ -43,6 +43,7 @@ from unipar_mesh.pipeline.torch_schedules import TorchScheduleExecutor, average_
 from unipar_mesh.placement_of_parts import Placement, place_model
 from unipar_mesh.proof.proof_of_blocks import WholeBlocks, prove_blocks, say_unproved
 from unipar_mesh.proof.proof_of_model import prove, trained_and_narrowest_dtypes
+from unipar_mesh.proof.router_ties import RouterTies
 from unipar_mesh.refusal_sentences import refuse_part
 from unipar_mesh.sequence.sequence_parts import join_before, part_alone
 from unipar_mesh.tensor.tensor_model import CallsOfBlock, calls_of_blocks
@@ -153,7 +154,10 @@ class MeshEngine(ShardedEngine):
         assert part.loss is not None
         batch = look.batch_of(self.split.expert_seat)
         batch = to_device(batch, self.world.device) if has_own_memory(self.world.device) else batch
-        proof: Any = prove if way == "whole" else partial(prove_blocks, sequences=self._sequences)
+        proof: Any = partial(prove_blocks, sequences=self._sequences)
+        if way == "whole":
+            ties = RouterTies(look.choices_of(self.split.expert_seat), self.split.own_experts)
+            proof = partial(prove, ties=ties)
         proof(self, part.loss, batch, full, dtype=narrowest, words=self.split.words)
 
     def wrap(self, part: Part, config: Config) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import nn
@@ -16,11 +17,13 @@ from unipar.config import Config
 from unipar.config.sections.strategy import Axes
 from unipar.distributed.world import World
 from unipar.engines.batch_transfer import cast_floats
+from unipar.engines.router_choices import RouterChoice
 from unipar.errors import TaskError
 from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
 from unipar_mesh.expert.find_experts import find_experts
 from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_mesh.proof.proof_of_blocks import WholeBlocks, blocks_to_prove, sketch_blocks
+from unipar_mesh.proof.router_ties import recorded_choices
 from unipar_mesh.refusal_sentences import refuse_empty_plans
 from unipar_mesh.tensor.cuts import BlockPlan, OwnPart, ParameterCut
 from unipar_mesh.tensor.tensor_model import cuts_of_model, plan_blocks
@@ -40,6 +43,13 @@ class LookAtModel(NamedTuple):
     others: Sequence[Any] = ()
     """Further microbatches: each rank with other experts is tried on one of its own."""
 
+    choices: Mapping[str, Sequence[RouterChoice]] = MappingProxyType({})
+    """What the full model's routers choose for these microbatches, by layer of experts."""
+
+    def choices_of(self, seat: int) -> dict[str, RouterChoice]:
+        """Return what the routers choose for the microbatch of the ranks with these experts."""
+        return {name: each[seat] for name, each in self.choices.items()}
+
     def batch_of(self, seat: int) -> Any:
         """Return the microbatch of the ranks with these experts."""
         return self.others[seat - 1] if seat else self.batch
@@ -58,16 +68,20 @@ def look_together(
         cast_to = batch_dtype(config.train.precision)
         inputs, *other_inputs = (each if cast_to is None else cast_floats(each, cast_to) for each in (batch, *others))
         facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
-        experts = find_experts(part, inputs, axes.expert) if axes.expert > 1 else ()
+        trained = replace(part, blocks=facts.blocks)  # a frozen teacher's experts stay as they are
+        experts = find_experts(trained, inputs, axes.expert) if axes.expert > 1 else ()
         with experts_left_out(part.module, experts):
             plans = _plan_tensor(part, facts, world, axes)
         full: WholeModel | WholeBlocks | None = None
+        choices: Mapping[str, Sequence[RouterChoice]] = {}
         if proof == "whole":
-            full = whole_gradients(part.module, part.loss, inputs, *other_inputs)
+            with recorded_choices(part.module, experts) as calls:
+                full = whole_gradients(part.module, part.loss, inputs, *other_inputs)
+            choices = {name: made for name, made in calls.items() if len(made) == 1 + len(others)}
         elif proof == "blocks":
             names = blocks_to_prove(part.module, facts, plans)
             full = sketch_blocks(part.module, part.loss, inputs, names)
-        return LookAtModel(batch, replace(facts, block_inputs={}), plans, experts, others), full
+        return LookAtModel(batch, replace(facts, block_inputs={}), plans, experts, others, choices), full
 
     return made_on_first_rank(world, look)
 
@@ -188,8 +202,8 @@ class MeshSplit:
     @cached_property
     def own_experts(self) -> list[ExpertLayer]:
         """Layers of experts that this rank runs."""
-        blocks = tuple(f"{name}." for name in self.own_blocks)
-        return [layer for layer in self.experts if layer.name.startswith(blocks) or layer.name in self.own_blocks]
+        needs = self.needs[self.seat]
+        return [layer for layer in self.experts if any(name.startswith(f"{layer.name}.") for name in needs)]
 
     @cached_property
     def names_of_experts(self) -> frozenset[str]:

@@ -28,9 +28,7 @@ def kept_attributes(owners: Sequence[Any]) -> Generator[None]:
             for name in _attributes(owner).keys() - values.keys():
                 delattr(owner, name)
             vars(owner).update(values)
-        for container, content in contents.values():
-            container.clear()
-            container.update(content) if isinstance(container, dict) else container.extend(content)
+        _restore_contents(contents)
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -45,12 +43,21 @@ def _copy_contents(values: Sequence[Any], contents: dict[int, tuple[Any, Any]]) 
             _copy_contents(list(value.values() if isinstance(value, dict) else value), contents)
 
 
+def _restore_contents(contents: dict[int, tuple[Any, Any]]) -> None:
+    for container, content in contents.values():
+        container.clear()
+        container.update(content) if isinstance(container, dict) else container.extend(content)
+
+
 @contextmanager
 def unchanged(model: nn.Module, fn: Fn) -> Generator[None]:
     """Context manager: afterwards the model is as before, and so are random numbers.
 
-    That is its buffers, `requires_grad`, modes, and what its code and the task's keep, lists and dicts included.
+    That is its buffers, `requires_grad`, modes, hooks, and what its code and the task's keep, lists and dicts included.
     """
+    hooks: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():  # a model that installs them in its first call notes that in an attribute
+        _copy_contents([value for name, value in vars(module).items() if "_hooks" in name], hooks)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     learns = [(p, p.requires_grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
@@ -58,6 +65,7 @@ def unchanged(model: nn.Module, fn: Fn) -> Generator[None]:
         with kept_random_state(), kept_attributes([*model.modules(), getattr(fn, "__self__", None)]):
             yield
     finally:
+        _restore_contents(hooks)
         for p, wanted in learns:
             p.requires_grad_(wanted)
             p.grad = None

@@ -255,7 +255,8 @@ class FixedRouter(nn.Module):
 
     def __init__(self, kind: str, even: bool) -> None:
         super().__init__()
-        self.even, self.experts = even, Mixture(kind, EXPERTS).experts
+        mixture = Mixture(kind, EXPERTS)
+        self.even, self.experts, self.shared = even, mixture.experts, mixture.shared
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
@@ -265,8 +266,8 @@ class FixedRouter(nn.Module):
         which = torch.stack([first, (place + 1) % EXPERTS if self.even else 1 + place % 3], 1)
         weights = torch.full_like(which, 0.5, dtype=rows.dtype)
         if isinstance(self.experts, StackedExperts):
-            return self.experts(rows, which, weights).view_as(hidden)
-        out = torch.zeros_like(rows)
+            return (self.experts(rows, which, weights) + self.shared(rows)).view_as(hidden)
+        out = self.shared(rows)
         for number, expert in enumerate(self.experts):
             row, slot = (which == number).nonzero(as_tuple=True)
             if len(row):
@@ -283,6 +284,10 @@ class Routed(OfUser):
         for layer, even in zip(net.layers, (False, True), strict=True):
             layer.mixture = FixedRouter(self.kind, even)
         return net
+
+    @override
+    def validation(self) -> Any:
+        return self.data()
 
 
 UNEVEN = {"fullest": 4.0, "entropy": 0.597, "unused": 4, "rank": 2.0, "microbatch": 2.0}
@@ -313,3 +318,12 @@ def test_tokens_of_experts(tmp_path: Path, kind: str, parallel: dict[str, Any], 
         )
         for step, steps in ((1, 1), (3, 2))
     ]
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("forked")
+def test_tokens_of_parts_of_sequences(tmp_path: Path) -> None:
+    """Under `context` each token counts once too, and not again where a block is tried on a part."""
+    config = config_of(tmp_path, "OfTransformers", {"auxiliary": False}, {"expert": 2, "context": 2})
+    report = unipar.launch(config, quiet=True)
+    assert [sum(layer["tokens"]) for _, layers in report.experts for layer in layers.values()] == [192] * 6

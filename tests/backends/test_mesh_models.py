@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 from unipar_mesh.tensor.sites import BLOCK, frames_to, run_block, site_of
+from unipar_mesh.trials_without_trace import unchanged
 
 from benchmarks.drawn_models import FAMILIES, FROZEN, HEADS, Draw
 from benchmarks.mesh import (
@@ -185,3 +186,26 @@ def test_drawn_models(name: str) -> None:
     draw = Draw.of(1, int(name.partition(":")[0]))
     one_block = draw.layers == 1 and draw.kind != "encoder-decoder"
     assert [row.strategy for row in rows if row.refused] == ([PIPELINE] if one_block else [])
+
+
+class HooksAtFirstCall(nn.Linear):
+    """A layer that registers a hook in its first call and remembers that in an attribute, as transformers does."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if not getattr(self, "hooked", False):
+            self.register_forward_hook(lambda module, given, out: None)
+            self.hooked = True
+        return super().forward(input)
+
+
+def test_a_trial_leaves_no_hooks() -> None:
+    """A hook that a trial's call registers is gone with the attribute that says so; else each trial adds one."""
+    layer = HooksAtFirstCall(2, 2)
+    for _ in range(2):
+        with unchanged(layer, lambda model, batch: model(batch)):
+            layer(torch.ones(2))
+    hooks: Any = layer._forward_hooks  # pyright: ignore[reportPrivateUsage]
+    assert (len(hooks), hasattr(layer, "hooked")) == (0, False)
+    layer(torch.ones(2))
+    assert len(hooks) == 1

@@ -77,6 +77,19 @@ def test_rows_travel_there_and_back(traces: TaskTraces) -> None:
     assert (base, slope) == (2 * 8 * 8, 2 * 2 * (SENT + back))
 
 
+def test_tokens_of_experts_are_added_up_at_logged_steps(traces: TaskTraces) -> None:
+    """If each step is logged: 3 numbers of each of two layers, and one of each of their 8 experts, in 8 bytes."""
+
+    def reduced(every: int) -> tuple[int, int]:
+        config = in_strategy("native/nothing+expert2", 2).changed({"log.every": every})
+        step = traces.predict(PredictionRequest(config, 2, config.batch.settle(2), "cpu"))
+        reduced = [volume for volume in step.sent if volume.collective == "all_reduce"]
+        return sum(volume.size for volume in reduced), sum(volume.calls for volume in reduced)
+
+    (more, calls), (size, few) = reduced(1), reduced(10)
+    assert (more - size, calls - few) == (2 * 8 + 8 * 2 * (3 + 8), 1 + 2)
+
+
 def test_all_rows_to_one_rank_need_more(traces: TaskTraces) -> None:
     """The plan says what a microbatch allocates if they are even, and if one rank gets those of all."""
     for ranks in (2, 4):

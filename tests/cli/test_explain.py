@@ -240,6 +240,22 @@ def test_the_size_of_a_checkpoint(source: ConfigSource) -> None:
     assert "checkpoint bytes" not in rows(explain_config(source, deep=True))  # no section, no checkpoint
 
 
+def test_the_size_of_a_checkpoint_beside_frozen_weights(source: ConfigSource) -> None:
+    """The first layer is not trained: 48 bytes once, and 12 numbers with their momentum in each checkpoint."""
+    net = NET.replace("return torch.nn.Sequential(", "layers = torch.nn.Sequential(").replace(
+        "    def data(self):", "        layers[0].requires_grad_(False)\n        return layers\n\n    def data(self):"
+    )
+    Path("net.py").write_text(net, encoding="utf-8")
+    momentum = ("train.optimizer.name=sgd", "train.optimizer.momentum=0.9")
+    told = rows(explain_config(changed(source, *momentum, "checkpoint.frozen=reference"), deep=True))
+    assert told["checkpoint bytes"][0] == 96
+    assert told["checkpoint bytes"][1].startswith(
+        "trained weights, buffers and optimizer state, 96 B; frozen weights, 48 B, once; 4 at a time are 432 B, and "
+    )
+    copied = rows(explain_config(changed(source, *momentum, "checkpoint.every=10"), deep=True))
+    assert copied["checkpoint bytes"][0] == 144
+
+
 def test_what_the_task_raises(source: ConfigSource) -> None:
     """The user's own error, with its file and line."""
     Path("net.py").write_text(NET.replace('print("made")', "1 / 0"), encoding="utf-8")

@@ -20,6 +20,7 @@ from tests.support.programs import needs_programs, reason_no_programs, skip_beca
 from tests.support.run_folders import plain
 from tests.support.scalings import two_strategies
 from tests.support.verifications import disagreeing_verdicts
+from unipar.backend import ExpertTokens
 from unipar.config.sections.strategy import Axes
 from unipar.report.charts.svg import fit_name
 from unipar.report.data.comparison_data import ComparisonPageData
@@ -30,6 +31,7 @@ from unipar.report.data.verification_data import VerificationPageData
 from unipar.report.html.elements import html_page
 from unipar.report.pages.comparison_page import render_comparison
 from unipar.report.pages.difference_page import render_difference
+from unipar.report.pages.experts_section import experts_section
 from unipar.report.pages.observation_page import render_observation
 from unipar.report.pages.pipeline_section import pipeline_section
 from unipar.report.pages.run_page import render_run as of_run
@@ -162,7 +164,9 @@ def test_everything_can_be_read(
     ],
     ids=["light-1280", "dark-390", "light-390", "dark-1280"],
 )
-@pytest.mark.parametrize("kind", ["scaling", "sizes", "run", "verification", "pipeline", "observation", "difference"])
+@pytest.mark.parametrize(
+    "kind", ["scaling", "sizes", "run", "verification", "pipeline", "experts", "observation", "difference"]
+)
 def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[str, ...], kind: str) -> None:
     """Pages of a scaling, comparisons by size, two runs, a verification and observed commands can be read."""
     strong = [
@@ -174,6 +178,8 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
     before, now = (RunPageData.read(plain(tmp_path / name) / "rank-0.jsonl") for name in ("before", "now"))
     verified = VerificationPageData(folder=tmp_path, verdicts=disagreeing_verdicts(), config={"backend": "native"})
     pipelines = [(p, PipelineFacts(Axes(pipeline=p), m)) for p, m in ((2, 3), (2, 8), (4, 16), (8, 128))]
+    spread = ExpertTokens([i % 7 * 1000 for i in range(128)], 1.5, 2.0).to_row()
+    experts = {f"model.layers.{i}.feed_forward.experts": spread for i in range(24)}
     seen = write_observation(tmp_path / "seen", findings=(UNEQUAL, SAME_DROPOUT))
     later = write_observation(tmp_path / "later", memory=1.25, loss=0.125)
     whole = {
@@ -183,6 +189,7 @@ def test_the_other_pages_can_be_read(tmp_path: Path, width: int, flags: tuple[st
         "sizes": lambda: scaled(sizes, tmp_path),
         "run": lambda: of_run(now, before),
         "verification": lambda: render_verification(verified),
+        "experts": lambda: html_page("-", "", [experts_section([(1, experts), (9, experts)])]),
         "pipeline": lambda: html_page("-", "", [pipeline_section((f"p{p}", facts) for p, facts in pipelines)]),
     }[kind]()
     found = looked_at(whole, tmp_path, width, *flags)

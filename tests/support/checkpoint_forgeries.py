@@ -142,7 +142,7 @@ def _state_step(m: Mutated) -> None:
 
 def _newer(m: Mutated) -> None:
     if m.draw.random() < 0.5:
-        m.seal(m.manifest() | {"format": 2})
+        m.seal(m.manifest() | {"format": 3})
     else:
         m.forge("state.json", b'{"format": 7, "step": 2}')
 

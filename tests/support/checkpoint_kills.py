@@ -30,8 +30,8 @@ from unipar.backend import Region
 from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX
 from unipar.checkpoint.protocol.remote_steps import list_remote_steps
 from unipar.checkpoint.protocol.retention import Retention
-from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, save_checkpoint
-from unipar.checkpoint.protocol.verifying import find_checkpoints, list_names, verify_checkpoint
+from unipar.checkpoint.protocol.save_checkpoint import FrozenToSave, PieceToSave, save_checkpoint
+from unipar.checkpoint.protocol.verifying import find_checkpoints, list_names, read_manifest, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.checkpoint.storage.remote import RemoteFolder, RemoteOutput
 from unipar.distributed.meeting.text_rounds import Decide, Judge
@@ -53,6 +53,13 @@ def _pieces(rank: int, step: int) -> list[PieceToSave]:
         PieceToSave("matrix", "weight", "F32", (ELEMENTS // 3, 6), Region(3 * (rank - 1), 3, 6, ELEMENTS // 3), data),
         PieceToSave("matrix", "exp_avg", "F32", (2 * ELEMENTS,), Region(ELEMENTS * (rank - 1), ELEMENTS), data),
     ]
+
+
+def _frozen(rank: int, step: int) -> FrozenToSave:
+    """Return a frozen table of ranks 1 and 2, in a new folder for each step."""
+    where, data = Region(ELEMENTS * (rank - 1), ELEMENTS), floats(step) * ELEMENTS
+    pieces = [PieceToSave("table", "weight", "F32", (2 * ELEMENTS,), where, data)] if rank else []
+    return FrozenToSave(f"frozen-{step:08x}", pieces)
 
 
 def _send(to: socket.socket, message: bytes) -> None:
@@ -158,6 +165,7 @@ def _write_forever(
             decide=decide,
             retention=RETENTION,
             disk=disk,
+            frozen=_frozen(rank, step),
         )
         if rank == 0:
             os.write(told, step.to_bytes(8, "little"))
@@ -242,7 +250,8 @@ def play_kill(folder: Location, kill: Kill) -> Outcome:
         {"samples": first + published},
         retention=RETENTION,
     )
-    strange = [name for name in list_names(folder) if not name.startswith("step-")]
+    used = [read_manifest(one.path).folders_beside for one in find_checkpoints(folder)]
+    strange = [name for name in {*list_names(folder)}.difference(*used) if not name.startswith("step-")]
     if isinstance(folder, Address):
         strange += list_remote_steps(folder)[1]
     if strange:

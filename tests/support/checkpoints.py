@@ -13,7 +13,12 @@ from typing_extensions import override
 
 from unipar.backend import Region
 from unipar.checkpoint.protocol.retention import Retention
-from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
+from unipar.checkpoint.protocol.save_checkpoint import (
+    FrozenToSave,
+    PieceToSave,
+    SavedCheckpoint,
+    save_checkpoint,
+)
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.distributed.meeting.text_rounds import Decide, Judge
 from unipar.utils.address import Address, Location
@@ -44,6 +49,13 @@ def pieces_of_rank(rank: int, step: int, world: int = 2) -> list[PieceToSave]:
     return made
 
 
+def frozen_of_rank(rank: int) -> FrozenToSave:
+    """Return a frozen table, of which each rank writes half."""
+    return FrozenToSave(
+        "frozen-0a1b2c3d", [PieceToSave("net.table", "weight", "F32", (2, 2), Region(2 * rank, 2), floats(rank, 1))]
+    )
+
+
 class Meeting:
     """Collective of ranks that are threads of this process."""
 
@@ -71,6 +83,7 @@ def save_on_ranks(
     pieces: Callable[[int, int], Sequence[PieceToSave]] = pieces_of_rank,
     retention: Retention | None = None,
     state: dict[str, Any] | None = None,
+    frozen: Callable[[int], FrozenToSave] | None = None,
 ) -> list[SavedCheckpoint | BaseException]:
     """Save as one rank for each disk does; return what each rank returned or raised."""
     meeting = Meeting(len(disks))
@@ -86,6 +99,7 @@ def save_on_ranks(
                 decide=meeting.rounds(rank),
                 retention=retention,
                 disk=disks[rank],
+                frozen=None if frozen is None else frozen(rank),
             )
         except Exception as e:
             return e

@@ -309,6 +309,9 @@ SETTINGS: Mapping[str, Setting] = {
     "parallel.expert": Setting(value=2, beside={"parallel.data": 2}, strategy="native", shows="library"),
     "train.nonfinite": Setting(
         value="skip", test="tests/training/test_nonfinite.py::test_an_update_that_is_left_out"),
+    "checkpoint.frozen": Setting(
+        value="reference", beside=_SAVING,
+        test="tests/checkpoint/test_frozen_weights.py::test_frozen_weights_are_saved_once"),
     "log.trace.steps": Setting(value=[2, 3], test=f"{_TRACED}::test_microbatches_and_parts_of_the_update"),
     "log.trace.ranks": Setting(
         value=[0], beside={"log.trace.steps": [2, 3]}, test=f"{_TRACED}::test_two_ranks_of_which_one_is_traced"),

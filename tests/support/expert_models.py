@@ -112,7 +112,7 @@ def _feed_forward() -> nn.Module:
 class Mixture(nn.Module):
     """Router over stacked experts or a list of them, with an expert that all tokens share; some are never chosen."""
 
-    def __init__(self, kind: str, experts: int) -> None:
+    def __init__(self, kind: str, experts: int, rare: float = 0.0) -> None:
         super().__init__()
         self.router, self.shared = nn.Linear(WIDTH, experts), _feed_forward()
         self.experts: Any = (
@@ -120,6 +120,7 @@ class Mixture(nn.Module):
         )
         with torch.no_grad():
             self.router.bias[-2:] = -100.0
+            self.router.bias[0] += rare
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
@@ -140,10 +141,10 @@ class Mixture(nn.Module):
 class Layer(nn.Module):
     """Residual layer of a running mean and a mixture."""
 
-    def __init__(self, kind: str, experts: int) -> None:
+    def __init__(self, kind: str, experts: int, rare: float = 0.0) -> None:
         super().__init__()
         self.first, self.second, self.mix = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mixture = Mixture(kind, experts)
+        self.mixture = Mixture(kind, experts, rare)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -154,10 +155,10 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """Layers between an embedding and a head."""
 
-    def __init__(self, kind: str, experts: int) -> None:
+    def __init__(self, kind: str, experts: int, rare: float = 0.0) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Layer(kind, experts) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(kind, experts, rare) for _ in range(2))
 
     @override
     def forward(self, words: Tensor) -> Tensor:
@@ -170,14 +171,37 @@ class Net(nn.Module):
 class OfUser(_Words):
     """A user's mixture: stacked experts, or a list of modules."""
 
-    def __init__(self, kind: Literal["stacked", "list"] = "stacked", experts: int = EXPERTS) -> None:
-        self.kind, self.number = kind, experts
+    def __init__(self, kind: Literal["stacked", "list"] = "stacked", experts: int = EXPERTS, rare: float = 0.0) -> None:
+        """`rare`: what the router adds to the score of the first expert, so that few tokens choose it."""
+        self.kind, self.number, self.rare = kind, experts, rare
 
     @override
     def model(self) -> nn.Module:
-        return Net(self.kind, self.number)
+        return Net(self.kind, self.number, self.rare)
 
     @override
     def loss(self, model: Any, batch: Any) -> Tensor:
         (words,) = batch
         return F.cross_entropy(model(words)[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
+class TiedRouter(nn.Linear):
+    """Router whose first two scores are the same sum in other orders, so that rounding decides which is larger."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        scores = super().forward(input)
+        tied = [(input.flip(-1) * self.weight[0].flip(0)).sum(-1), (input * self.weight[0]).cumsum(-1)[..., -1]]
+        bias = torch.tensor([0.5, 0.5, 1.5, *[0.0] * (scores.shape[-1] - 5), -1.0, -1.0])
+        return torch.cat([torch.stack(tied, -1), scores[..., 2:]], -1) + bias.to(scores.dtype)
+
+
+class Tied(OfUser):
+    """A user's mixture of stacked experts, in which rounding decides for many tokens which expert they go to."""
+
+    @override
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        for layer in net.layers:
+            layer.mixture.router = TiedRouter(WIDTH, self.number)
+        return net

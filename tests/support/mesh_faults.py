@@ -40,8 +40,8 @@ def leave_gradients_of_norms_apart(engine: Any) -> None:
     replace_until_closed(engine, rewrites, "enter", unsummed)
 
 
-def replace_until_closed(engine: Any, module: ModuleType, name: str, value: Any) -> None:
-    """Replace a function of a module, which other jobs of the same process need, until the engine is closed."""
+def replace_until_closed(engine: Any, module: ModuleType | type, name: str, value: Any) -> None:
+    """Replace a function of a module or class, which other jobs of the process need, until the engine is closed."""
     patch = mock.patch.object(module, name, value)
     patch.start()
     engine.close = patch.stop

@@ -238,7 +238,7 @@ def test_units_of_weight_and_a_checkpoint(tmp_path: Path, once: TracedTask) -> N
     )
     found = trace_task(load_given_config({"task": task, "batch": {"total": 8}, "train": {"steps": 1}}).config, 2)
     assert found.units == 4.0
-    assert found.checkpoint == 3 * 20 * 4 + 2 * 4
+    assert found.checkpoint == (3 * 20 * 4 + 2 * 4, 0)
     assert once.units is None
 
 

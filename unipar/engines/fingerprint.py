@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -55,6 +55,30 @@ class TensorSketcher:
 def sketch_whole_tensor(sketches: TensorSketcher, name: str, tensor: Tensor) -> Tensor:
     """Return the sketch of a tensor that this rank holds as a whole."""
     return sketches.sketch_region(name, tensor.numel(), Region(0, tensor.numel()), tensor)
+
+
+MOST_UNITS = 512
+"""Slices of a stacked parameter that are sketched apart, at most."""
+
+
+def sketch_units(
+    sketches: TensorSketcher, name: str, shape: Sequence[int], where: Region, tensor: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the units of a region of a parameter: its slices if it is stacked, else all of it, with their sketches.
+
+    Equal units have equal sketches, whatever their names are: `up[0]`, `up[1]`.
+    """
+    if where.runs > 1:
+        return
+    count = shape[0] if len(shape) == 3 and shape[0] <= MOST_UNITS else 1
+    size, flat = torch.Size(shape).numel() // max(count, 1), tensor.detach().reshape(-1)
+    at, end = where.start, where.start + where.length
+    while at < end:
+        unit, inside = divmod(at, size)
+        length = min(size - inside, end - at)
+        part = flat[at - where.start : at - where.start + length]
+        yield f"{name}[{unit}]", sketches.sketch_region("", size, Region(inside, length), part)
+        at += length
 
 
 def collect_tensors(value: Any) -> list[Tensor]:

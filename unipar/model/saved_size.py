@@ -13,6 +13,12 @@ from torch.optim import Optimizer
 from unipar.optimizers.block_states import block_tensors
 
 
+def frozen_bytes(module: nn.Module, *, fp64: bool) -> int:
+    """Return the bytes of the parameters that are not trained."""
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    return sum(p.numel() * (8 if fp64 and p.is_floating_point() else p.element_size()) for p in frozen)
+
+
 def saved_bytes(module: nn.Module, optimizer: Callable[[Any], Optimizer], *, fp64: bool) -> int | None:
     """Return how many bytes a checkpoint has of a model: weights, buffers and the optimizer's state of each weight.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unipar.model.library_configs import library_configs
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from unipar.config import Config
 
 
 class StateNames(NamedTuple):
@@ -23,6 +26,16 @@ class StateNames(NamedTuple):
     """Configs that modules of transformers and peft carry."""
 
 
+class CheckpointBytes(NamedTuple):
+    """Bytes of tensors that checkpoints have."""
+
+    each: int
+    """Bytes that each checkpoint has."""
+
+    once: int
+    """Bytes of weights that are not trained, which all checkpoints share."""
+
+
 def state_names(module: nn.Module) -> StateNames:
     """Return the names of a module as its author made it."""
     unsaved = unsaved_buffers(module)
@@ -31,6 +44,14 @@ def state_names(module: nn.Module) -> StateNames:
         [name for name, _ in module.named_buffers() if name in unsaved],
         library_configs(module),
     )
+
+
+def saves_frozen_once(config: Config, configs: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether weights that are not trained are saved once, beside the checkpoints; `configs`: of all parts."""
+    wanted = "auto" if config.checkpoint is None else config.checkpoint.frozen
+    if wanted != "auto":
+        return wanted == "reference"
+    return config.model.loading is not None or any(one["adapter"] is not None for one in configs)
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:

@@ -46,7 +46,8 @@ class Plan(PlannedStrategies):
             "machine": self.machine or None,
             "memory": self.memory,
             "headroom": self.headroom,
-            "checkpoint": self.checkpoint,
+            "checkpoint": None if self.checkpoint is None else self.checkpoint.each,
+            "checkpoints_share": None if self.checkpoint is None else self.checkpoint.once,
             "units": self.units,
         }
         chosen = [

@@ -190,7 +190,9 @@ def _explanations(plan: PlannedStrategies, columns: Sequence[Column[PlannedStrat
     )
     yield f"{plan.parameters:,} parameters; planned in {plan.seconds:.1f} s of CPU{took}"
     if plan.checkpoint is not None:
-        yield f"one checkpoint: {format_size(plan.checkpoint)} of tensors"
+        each, once = plan.checkpoint
+        shared = f", and {format_size(once)} of frozen weights once" if once else ""
+        yield f"one checkpoint: {format_size(each)} of tensors{shared}"
     if plan.device == "cpu":
         built = any(row.peak.phase == "built" for row in plan.rows if not row.refusal)
         note = ", where the whole model that rank 0 creates at set-up (built) does not count" if built else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from unipar.model.state_names import CheckpointBytes
 from unipar.planning.peaks import OffloadedBytes, PredictedPeak
 from unipar.planning.speed import StepSpeed
 from unipar.prediction.timeline import CommVolume, MemoryPlace
@@ -128,8 +129,8 @@ class PlannedStrategies:
     counted: str = "samples"
     """Unit of a microbatch: samples or tokens."""
 
-    checkpoint: int | None = None
-    """Bytes of tensors in one checkpoint."""
+    checkpoint: CheckpointBytes | None = None
+    """Bytes of tensors in checkpoints."""
 
     allocated: int = 0
     """Bytes of parameters with values that model() needed to be created; 0: none."""

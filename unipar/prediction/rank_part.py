@@ -30,6 +30,9 @@ class RankPart(ABC):
     routing: Literal["even", "worst"] = "even"
     """Rows that the rank's experts get: as many as it sends, or those of all ranks."""
 
+    logged_of_experts: Sequence[int] = ()
+    """Bytes that all ranks combine at a logged step to count tokens of experts, of each collective."""
+
     mesh: Mesh
     """Mesh of the ranks that train on the same samples, with this one's seat."""
 

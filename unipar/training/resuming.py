@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -114,8 +114,13 @@ def choose_checkpoint(
     return None
 
 
-def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
-    """Give a run that was just built the state of a checkpoint; all ranks call this together."""
+def restore_run(
+    live: TrainingRun, chosen: ChosenCheckpoint, restored: Callable[[CheckpointContents], None] = lambda _: None
+) -> None:
+    """Give a run that was just built the state of a checkpoint; all ranks call this together.
+
+    `restored` is called when the engines have their state, before the task has its own.
+    """
     state, began = chosen.state, time.monotonic()
     of_loader = was_in_loader(state["data"], live.task)
     if not of_loader:
@@ -129,6 +134,7 @@ def restore_run(live: TrainingRun, chosen: ChosenCheckpoint) -> None:
         saved.on_read = lambda read: live.heartbeat.set_work("loading the checkpoint", min(read, total), total)
         live.mark("save")
         live.restore(saved)
+        restored(chosen.checkpoint)
         for name, part in live.parts.items():
             old = state["parts"][name]
             part.skipped = int(old["skipped"])

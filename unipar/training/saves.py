@@ -19,15 +19,17 @@ from unipar.checkpoint.packed_values import pack_values
 from unipar.checkpoint.protocol.joint_attempts import attempt_together
 from unipar.checkpoint.protocol.probing import check_checkpoint_folder
 from unipar.checkpoint.protocol.retention import Retention
-from unipar.checkpoint.protocol.verifying import find_checkpoints
+from unipar.checkpoint.protocol.verifying import CheckpointContents, find_checkpoints
 from unipar.checkpoint.saving import CheckpointSaver, FinishedSave, GatheredState
 from unipar.config.sections.checkpoint import Best, Checkpoint
 from unipar.distributed.meeting.text_rounds import open_rounds
 from unipar.errors import CheckpointError, TaskError
+from unipar.model.state_names import saves_frozen_once
 from unipar.run_folder.layout import checkpoint_folder
 from unipar.task.location import code_folder, code_hash
 from unipar.training.run_loaders import describe_data_position
 from unipar.training.stopping import StepAgreement
+from unipar.training.trained_parts import trained_piece_names
 from unipar.utils.address import Location
 from unipar.utils.git import git_revision
 
@@ -72,10 +74,12 @@ class RunCheckpoints:
 
         self._began = time.monotonic()
         self._agreement = StepAgreement(live.world, "save", live.config.train.local_steps or 1)
+        configs = [one for part in live.parts.values() for one in part.state_names.configs]
         self._saver = CheckpointSaver(
             into or checkpoint_folder(run, settings.to),
             live.world,
             asynchronous=settings.asynchronous,
+            trained=trained_piece_names(live.parts) if saves_frozen_once(live.config, configs) else None,
             mark=live.mark,
             progress=partial(live.heartbeat.set_work, "saving"),
         )
@@ -89,11 +93,21 @@ class RunCheckpoints:
         """Check that checkpoints can be saved, before the first step; a failure is one of a save."""
         world = self._live.world
         decide = open_rounds(world, world.key("checkpoint folder"))
-        needed = sum(p.where.numel * p.tensor.element_size() for p in self._live.pieces())
+        frozen = self._saver.frozen
+        needed = sum(
+            p.where.numel * p.tensor.element_size()
+            for p in self._live.pieces()
+            if not (frozen.folder and frozen.has(p))  # those are there
+        )
         try:
             check_checkpoint_folder(self.folder, needed, rank=world.rank, decide=decide, machine=socket.gethostname())
         except CheckpointError as e:
             self._fail(e)
+
+    def after_restore(self, chosen: CheckpointContents) -> None:
+        """Go on with the frozen weights beside the checkpoint that was just read, if it is one of this folder."""
+        if chosen.path.parent == self.folder:
+            self._saver.frozen.go_on_from(chosen.manifest, self._live.pieces())
 
     def go_on_from(self, step: int, state: Mapping[str, Any]) -> None:
         """Count the checkpoint from which the run goes on as the last one, and those of its best that are here."""

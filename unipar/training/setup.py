@@ -198,8 +198,10 @@ def _keep_state(live: TrainingRun, run: Path, launched: Mapping[str, Any], chose
     if chosen is not None:
         from unipar.training.resuming import restore_run
 
-        restore_run(live, chosen)
-        if keeper is not None:
+        if keeper is None:
+            restore_run(live, chosen)
+        else:
+            restore_run(live, chosen, keeper.after_restore)
             keeper.go_on_from(chosen.step, chosen.state)
     if keeper is not None:
         keeper.check_folder()

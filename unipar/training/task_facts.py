@@ -20,6 +20,7 @@ from unipar.utils.files import is_library_file
 
 if TYPE_CHECKING:
     from unipar.model.modes import TrainingModes
+    from unipar.model.state_names import CheckpointBytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class TaskFacts:
     modes: TrainingModes
     """Modules that are put into training mode, and those in eval mode."""
 
-    checkpoint: int | None
+    checkpoint: CheckpointBytes | None
     """Bytes of tensors in a checkpoint; None without a section `checkpoint`, or if the optimizer cannot be tried."""
 
 
@@ -136,15 +137,17 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
     )
 
 
-def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> int | None:
-    """Return the bytes of tensors in a checkpoint of these parts; None if the optimizer cannot be tried."""
+def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> CheckpointBytes | None:
+    """Return the bytes of tensors in checkpoints of these parts; None if the optimizer cannot be tried."""
     import torch
 
     from unipar.model.parameter_groups import OptimizerFactory, parameter_groups
-    from unipar.model.saved_size import saved_bytes
+    from unipar.model.saved_size import frozen_bytes, saved_bytes
+    from unipar.model.state_names import CheckpointBytes, saves_frozen_once, state_names
 
-    total, custom = 0, task.optimizer if task.defines("optimizer") else None
+    total, shared, custom = 0, 0, task.optimizer if task.defines("optimizer") else None
     try:
+        once = saves_frozen_once(config, [one for module in modules.values() for one in state_names(module).configs])
         for name, module in modules.items():
             own = config.of_part(name)
             groups = parameter_groups(module, own, task_groups=task.groups(module), own_optimizer=custom is not None)
@@ -153,9 +156,10 @@ def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> 
             if size is None:
                 return None
             total += size
+            shared += frozen_bytes(module, fp64=config.train.precision == "fp64") if once else 0
     except Exception:  # what is wrong with the task's groups or optimizer is told where they are used
         return None
-    return total
+    return CheckpointBytes(total - shared, shared)
 
 
 def describe_split(config: Config, sizes: BatchSizes, backend: Backend) -> list[str]:

@@ -425,6 +425,12 @@ def iterate_pieces(parts: Mapping[str, TrainedPart]) -> Iterator[Piece]:
             yield piece if len(parts) == 1 else replace(piece, name=f"{name}.{piece.name}")
 
 
+def trained_piece_names(parts: Mapping[str, TrainedPart]) -> set[str]:
+    """Return the names of trained parameters as pieces have them."""
+    prefixes = {name: "" if len(parts) == 1 else f"{name}." for name in parts}
+    return {f"{prefixes[name]}{mine}" for name, part in parts.items() for mine in part.state_names.trained}
+
+
 def restore_parts(parts: Mapping[str, TrainedPart], read: Read) -> None:
     """Restore the state of all parts from `read`."""
     for name, part in parts.items():

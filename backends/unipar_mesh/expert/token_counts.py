@@ -81,6 +81,12 @@ class TokenCounts:
         self._got = {name: _RankTokens() for name in self._got}
 
 
+def logged_bytes(layers: Sequence[ExpertLayer]) -> Sequence[int]:
+    """Return the bytes of each collective of `TokenCounts.take`."""
+    int64 = torch.int64.itemsize
+    return (3 * int64 * len(layers), int64 * sum(layer.experts for layer in layers)) if layers else ()
+
+
 def _runs_again() -> bool:
     """Return whether a backward runs this forward for values that were not kept."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage] - no public way

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
 
@@ -24,6 +24,7 @@ from unipar_mesh.context.spread_attention import Choice
 from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
 from unipar_mesh.expert.expert_parallel import arm_experts
 from unipar_mesh.expert.find_experts import find_experts_without_values
+from unipar_mesh.expert.token_counts import logged_bytes
 from unipar_mesh.look_at_model import names_in_several, without_frozen_models
 from unipar_mesh.options import MeshOptions
 from unipar_mesh.pipeline.stage import Stage
@@ -56,6 +57,7 @@ class MeshPart(RankPart):
         inside = tuple(f"{name}." for name in self.own_blocks)
         self.experts = [layer for layer in split.experts if f"{layer.name}.".startswith(inside)]
         self.blocks = blocks_and_experts(self.own_blocks, [layer.name for layer in self.experts])
+        self.logged_of_experts = logged_bytes(split.experts)
         self.experts_of_blocks = frozenset(layer.name for layer in self.experts)
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | PieceFlow | None = None
@@ -224,7 +226,8 @@ class ModelSplit:
             mode = first.fake_mode
             with mode:
                 fake_batch = map_tensors(batch, mode.from_tensor)
-                self.experts = find_experts_without_values(part, fake_batch, axes.expert)
+                trained = replace(part, blocks=self.blocks)
+                self.experts = find_experts_without_values(trained, fake_batch, axes.expert)
         self.plans: Mapping[str, BlockPlan] = {}
         self.vocabulary: Vocabulary | None = None
         if axes.tensor > 1:

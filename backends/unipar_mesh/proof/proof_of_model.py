@@ -16,6 +16,7 @@ from unipar.engines.wrapper import WrapperEngine
 from unipar.errors import TaskError
 from unipar.utils.seeding import kept_random_state
 from unipar_mesh.look_at_model import WholeModel
+from unipar_mesh.proof.router_ties import RouterTies
 from unipar_mesh.trials_without_trace import kept_attributes
 
 _TOLERANCES = {torch.bfloat16: (1e-3, 5e-2), torch.float32: (2e-5, 2e-4), torch.float64: (1e-10, 1e-10)}
@@ -30,20 +31,34 @@ part of a gradient's own length.
 """
 
 
-def prove(engine: WrapperEngine, fn: Fn, batch: Any, full: WholeModel, *, dtype: torch.dtype, words: str) -> None:
+def prove(
+    engine: WrapperEngine, fn: Fn, batch: Any, full: WholeModel, *, dtype: torch.dtype, words: str, ties: RouterTies
+) -> None:
     """Raise TaskError unless the split model has the whole one's loss and gradients on this microbatch.
 
     `words` say how the model is split. All ranks of the data get the same microbatch;
     nothing is drawn, and no autocast is on.
     """
-    loss, sketches = _split_gradients(engine, fn, batch, list(full.gradients))
-    refuse_difference(full, loss, sketches, dtype, words)
+    with ties.followed(engine.model):
+        loss, sketches = _split_gradients(engine, fn, batch, list(full.gradients))
+    more = ties.allowed(engine.world)
+    refuse_difference(full, loss, sketches, dtype, f"{words}{ties.words}", more)
 
 
-def refuse_difference(full: WholeModel, loss: float, sketches: torch.Tensor, dtype: torch.dtype, words: str) -> None:
-    """Raise TaskError if the split model's loss or gradients, of which `sketches` are, differ from the full model's."""
+def refuse_difference(
+    full: WholeModel,
+    loss: float,
+    sketches: torch.Tensor,
+    dtype: torch.dtype,
+    words: str,
+    more: tuple[float, float] = (0.0, 0.0),
+) -> None:
+    """Raise TaskError if the split model's loss or gradients, of which `sketches` are, differ from the full model's.
+
+    `more`: by how much they may differ beyond rounding.
+    """
     names, expected_loss, expected = list(full.gradients), full.loss, torch.stack(list(full.gradients.values()))
-    small_loss, small = tolerances(expected_loss, dtype)
+    small_loss, small = (a + b for a, b in zip(tolerances(expected_loss, dtype), more, strict=True))
     off = off_by_length(sketches, expected)
     worst = int(off.argmax())
     loss_off = abs(loss - expected_loss) / max(1.0, abs(expected_loss))

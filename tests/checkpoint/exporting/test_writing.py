@@ -12,13 +12,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.checkpoints import save_on_ranks
 from unipar.backend import Region
-from unipar.checkpoint.exporting.selection import parse_rename
+from unipar.checkpoint.exporting import checkpoint_tensors
+from unipar.checkpoint.exporting.checkpoint_tensors import ExportSource
+from unipar.checkpoint.exporting.selection import ChosenTensor, parse_rename
 from unipar.checkpoint.exporting.writing import Exported, ExportWish, export_checkpoint, parse_size
 from unipar.checkpoint.protocol.save_checkpoint import PieceToSave
 from unipar.checkpoint.protocol.verifying import CheckpointContents, inspect_checkpoint
+from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.storage.disk import Disk
 from unipar.checkpoint.tensor_bytes import bytes_of, dtype_name
 from unipar.errors import CheckpointError, UniparError
@@ -119,6 +123,36 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     files = {name: load_file(out / name) for name in index["weight_map"].values()}
     equal_to_saved({n: files[file][n] for n, file in index["weight_map"].items()}, WEIGHTS, torch.bfloat16)
     assert done.files == 2
+
+
+@pytest.mark.parametrize(("to", "dtype"), [("hf", None), ("hf", "bf16"), ("safetensors", "fp64"), ("torch", "bf16")])
+def test_one_tensor_is_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, dtype: str | None
+) -> None:
+    """When a tensor is read none of those before is in memory, and what is cast is read in parts."""
+    alive, regions, read = list[StorageWeakRef](), list[int](), ExportSource.read
+
+    def counted(self: ExportSource, tensor: ChosenTensor) -> Tensor:
+        assert [ref.expired() for ref in alive] == [True] * len(alive)
+        made = read(self, tensor)
+        alive.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    def part(self: SavedState, name: str, kind: str, where: Region) -> Tensor:
+        regions.append(where.numel)
+        return call(self, name, kind, where)
+
+    call = SavedState.__call__
+    monkeypatch.setattr(ExportSource, "read", counted)
+    monkeypatch.setattr(SavedState, "__call__", part)
+    monkeypatch.setattr(checkpoint_tensors, "_AT_ONCE", 5)
+    done, out = exported(tmp_path, to, dtype=dtype, size="20B")
+    assert (len(alive), done.tensors) == (3 if to == "torch" else 4, 4)  # an empty one is not read
+    assert max(regions, default=0) == (5 if dtype else 0)
+    if to == "hf":
+        found = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+        equal_to_saved(found, WEIGHTS, torch.bfloat16 if dtype else None)
+        assert done.files == (2 if dtype else 3)
 
 
 def test_a_small_model_is_one_file_without_an_index(tmp_path: Path) -> None:

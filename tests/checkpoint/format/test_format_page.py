@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tests.support.checkpoints import save_two_steps
+from tests.support.checkpoints import frozen_of_rank, save_on_ranks, save_two_steps
 from unipar.backend import Region
 from unipar.checkpoint.format import names as checkpoint_format
-from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, save_checkpoint
+from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpoint-format.md").read_text("utf-8")
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U8": "<u1", "BOOL": "?"}
@@ -27,9 +27,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[tuple[str, str], A
     data = (path / "manifest.json").read_bytes()
     assert (path / "manifest.sha256").read_text() == f"{hashlib.sha256(data).hexdigest()}  manifest.json\n"
     manifest = json.loads(data)
-    assert manifest["format"] == 1
     files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    assert set(files) == {*manifest["files"], "manifest.json", "manifest.sha256"}
+    beside = {name for name in manifest["files"] if name.startswith("frozen-")}
+    assert manifest["format"] == (2 if beside else 1)
+    assert set(files) == {*manifest["files"], "manifest.json", "manifest.sha256"} - beside
+    files |= {name: (path.parent / name).read_bytes() for name in beside}
     for name, record in manifest["files"].items():
         assert len(files[name]) == record["bytes"]
         assert xxhash.xxh3_128(files[name]).hexdigest() == record["xxh3_128"]
@@ -73,6 +75,16 @@ def test_the_page_is_enough_to_read_a_checkpoint(tmp_path: Path) -> None:
         ("net.empty", "weight"): ("<f8", []),
     }
     assert tensors["net.empty", "weight"].shape == (0, 4)
+
+
+def test_the_page_is_enough_to_read_frozen_weights(tmp_path: Path) -> None:
+    """They are in files beside the checkpoint, which two ranks wrote."""
+    for done in save_on_ranks(tmp_path, 1, frozen=frozen_of_rank):
+        assert isinstance(done, SavedCheckpoint)
+    state, tensors = read_checkpoint(tmp_path / "step-00000001")
+    assert state["format"] == 2
+    assert tensors["net.table", "weight"].tolist() == [[0.0, 1.0], [1.0, 1.0]]
+    assert len(tensors) == 7
 
 
 def test_the_page_tells_the_limits_and_dtypes_of_the_code() -> None:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from tests.support.checkpoints import (
     HookedDisk,
     floats,
+    frozen_of_rank,
     pieces_of_rank,
     save_on_ranks,
     save_two_steps,
@@ -22,7 +23,7 @@ from tests.support.checkpoints import (
 from unipar.backend import Region
 from unipar.checkpoint.format.shard_file import ShardReader
 from unipar.checkpoint.protocol.retention import Retention
-from unipar.checkpoint.protocol.save_checkpoint import PieceToSave, SavedCheckpoint, save_checkpoint
+from unipar.checkpoint.protocol.save_checkpoint import FrozenToSave, PieceToSave, SavedCheckpoint, save_checkpoint
 from unipar.checkpoint.protocol.verifying import find_checkpoints, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk
 from unipar.distributed.meeting.text_rounds import Judge
@@ -244,30 +245,36 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> 
     assert names(tmp_path) == []
 
 
-def operations(tmp_path: Path) -> list[list[str]]:
+Frozen = Callable[[int], FrozenToSave]
+
+
+def operations(tmp_path: Path, frozen: Frozen | None) -> list[list[str]]:
     """Return what each rank's disk does in a save that replaces nothing and deletes one old checkpoint."""
     disks = [FailingDisk(), FailingDisk()]
     save_two_steps(tmp_path)
-    for outcome in save_on_ranks(tmp_path, 3, disks=disks, retention=Retention(keep=2)):
+    for outcome in save_on_ranks(tmp_path, 3, disks=disks, retention=Retention(keep=2), frozen=frozen):
         assert isinstance(outcome, SavedCheckpoint)
     return [disk.done for disk in disks]
 
 
-def test_an_error_at_any_operation_leaves_the_old_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("frozen", "count"), [(None, (38, 11)), (frozen_of_rank, (47, 18))])
+def test_an_error_at_any_operation_leaves_the_old_checkpoints(
+    tmp_path: Path, frozen: Frozen | None, count: tuple[int, int]
+) -> None:
     """EIO at each call of each rank: one sentence on both, nothing half published, and the next save clears up.
 
     After the rename the new checkpoint is there, and what fails is told: as an error, or, in deleting, as a remark.
     """
-    done = operations(tmp_path / "count")
+    done = operations(tmp_path / "count", frozen)
     save_two_steps(tmp_path / "saved")
     rename = next(i for i, operation in enumerate(done[0]) if operation == "rename step-00000003")
-    assert (len(done[0]), len(done[1])) == (38, 11)
+    assert (len(done[0]), len(done[1])) == count
     for rank, mine in enumerate(done):
         for number, operation in enumerate(mine):
             folder = tmp_path / f"{rank}-{number}"
             shutil.copytree(tmp_path / "saved", folder)
             disks = [FailingDisk(number if rank == failing else None) for failing in range(2)]
-            outcomes = save_on_ranks(folder, 3, disks=disks, retention=Retention(keep=2))
+            outcomes = save_on_ranks(folder, 3, disks=disks, retention=Retention(keep=2), frozen=frozen)
             published = rank == 0 and number > rename
             for found in find_checkpoints(folder):
                 verify_checkpoint(found.path)
@@ -316,3 +323,13 @@ def test_a_rank_that_dies_ends_the_save(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="rank 1 is gone"):
         save_checkpoint(tmp_path, 1, pieces_of_rank(0, 1), {}, decide=decide)
     assert names(tmp_path) == []
+
+
+def test_what_a_killed_save_left_beside_goes_before_room_is_counted(tmp_path: Path) -> None:
+    """Its frozen weights may be larger than what is to be written."""
+    left, seen = tmp_path / "frozen-00000000", list[bool]()
+    (left / "inside").mkdir(parents=True)
+    disk = HookedDisk(lambda operation, name: seen.append(left.exists()) if operation == "free_bytes" else None)
+    save_on_ranks(tmp_path, 1, disks=(disk, Disk()))
+    assert seen == [False]
+    assert names(tmp_path) == ["step-00000001"]

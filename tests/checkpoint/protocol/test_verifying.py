@@ -105,8 +105,8 @@ DAMAGES: list[tuple[Change, str]] = [
         "{path}/manifest.json: its SHA-256 is not the one in manifest.sha256; one of them changed",
     ),
     (
-        reseal(lambda manifest: manifest.update(format=2)),
-        "{path}/manifest.json: written in format 2, and this unipar reads formats up to 1; install the version of "
+        reseal(lambda manifest: manifest.update(format=3)),
+        "{path}/manifest.json: written in format 3, and this unipar reads formats up to 2; install the version of "
         "unipar that wrote it, or a newer one",
     ),
     (

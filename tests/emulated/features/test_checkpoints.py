@@ -12,6 +12,9 @@ from tests.support.softcuda.emulation import ROOT
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, losses_of_run, write_config
 from tests.support.softcuda.trainings.strategies import SIZES
+from unipar.checkpoint.protocol.verifying import verify_checkpoint
+from unipar.run_folder.layout import run_log_path
+from unipar.run_folder.run_log import RunLog
 
 SAVING: dict[str, Any] = {"checkpoint": {"every": 3}}
 
@@ -86,3 +89,23 @@ def counters_of(folder: Path) -> str:
     state = json.loads((folder / "run/checkpoints/step-00000006/state.json").read_text("utf-8"))
     (part,) = state["parts"].values()
     return json.dumps({name: part["counters"][name] for name in ("finite_steps", "loss_scale")})
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("first", ["cuda", "cpu"])
+def test_frozen_weights_are_compared_on_either_device(first: str, emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """They are saved once; no save takes them for changed, on the device of the first save or on the other one."""
+    sizes = {"layers": 2, "width": 16, "heads": 2, "context": 8}
+    task = {"use": f"{ROOT}/tests/support/frozen_task.py:Tuned", "args": sizes}
+    saving = {"every": 2, "keep": 9, "frozen": "reference"}
+    parallel = {"data": 2, "shard": "parameters"}
+    config = write_config(tmp_path, task=task, device=first, parallel=parallel, checkpoint=saving)
+    done = emulated.unipar(["run", config])
+    assert done.returncode == 0, done.stderr
+    other = {"cuda": "cpu", "cpu": "cuda"}[first]
+    done = emulated.unipar(["run", config, "--resume", "--set", f"device={other}", "--set", "train.steps=10"])
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in RunLog.read(run_log_path(tmp_path / "run", 0)) if row["event"] == "checkpoint"]
+    assert [(row["step"], row["remarks"]) for row in rows] == [(step, []) for step in (2, 4, 6, 8, 10)]
+    assert len(list((tmp_path / "run/checkpoints").glob("frozen-*"))) == 1
+    verify_checkpoint(tmp_path / "run/checkpoints/step-00000010")

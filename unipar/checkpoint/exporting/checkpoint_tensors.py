@@ -12,10 +12,14 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from unipar.backend import Region
 from unipar.checkpoint.exporting.selection import ChosenTensor
 from unipar.checkpoint.format.names import ITEM_BYTES
 from unipar.checkpoint.saved_state import SavedState
 from unipar.checkpoint.tensor_bytes import DTYPE_OF_NAME, bytes_of, dtype_name
+
+_AT_ONCE = 2**22
+"""Elements that are cast at a time, so that no tensor is in memory in two dtypes."""
 
 Advance = Callable[[int], None]
 """Callback with the number of bytes that were just written."""
@@ -49,7 +53,14 @@ class ExportSource:
 
     def read(self, tensor: ChosenTensor) -> Tensor:
         """Return a tensor as it is exported."""
-        return self.state.whole(tensor.stored.name, tensor.stored.kind).to(self.dtype(tensor))
+        stored, dtype = tensor.stored, self.dtype(tensor)
+        out = torch.empty(stored.shape, dtype=dtype)
+        flat = out.view(-1)
+        step = _AT_ONCE if dtype != DTYPE_OF_NAME[stored.dtype] else max(1, stored.numel)
+        for first in range(0, stored.numel, step):
+            where = Region(first, min(step, stored.numel - first))
+            self.state.fill(flat[first : first + step], stored.name, stored.kind, where)
+        return out
 
     def memory(self, tensor: ChosenTensor) -> memoryview:
         """Return the bytes of a tensor as it is exported."""

@@ -20,7 +20,10 @@ from unipar.checkpoint.format.names import (
     LARGEST_NUMBER,
     LONGEST_NAME,
     MOST_DIMENSIONS,
+    PLAIN_FORMAT,
     STATE_FILE,
+    folder_of_shard,
+    is_beside,
     is_shard_name,
     normal_region,
 )
@@ -67,6 +70,11 @@ class StoredTensor:
         return f"{self.name} ({self.kind})"
 
 
+def is_kept_beside(tensor: StoredTensor) -> bool:
+    """Return whether all of a tensor is in files beside the checkpoint."""
+    return bool(tensor.pieces) and all(is_beside(piece.file) for piece in tensor.pieces)
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Contents of one checkpoint."""
@@ -78,8 +86,23 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of all files that the manifest lists."""
-        return sum(record.bytes for record in self.files.values())
+        """Size of the files in the checkpoint's own folder."""
+        return sum(record.bytes for name, record in self.files.items() if not is_beside(name))
+
+    @property
+    def bytes_beside(self) -> int:
+        """Size of the files that checkpoints share, beside this one."""
+        return sum(record.bytes for name, record in self.files.items() if is_beside(name))
+
+    @property
+    def folders_beside(self) -> set[str]:
+        """Names of the folders with these files."""
+        return {folder_of_shard(name) for name in self.files if is_beside(name)}
+
+    @property
+    def format(self) -> int:
+        """Version of the format that a reader needs."""
+        return FORMAT if self.folders_beside else PLAIN_FORMAT
 
     @cached_property
     def pieces_by_file(self) -> Mapping[str, Mapping[str, tuple[StoredTensor, Region]]]:
@@ -109,7 +132,7 @@ class Manifest:
             for _, tensor in sorted(self.tensors.items())
         ]
         text = (
-            f'{{"format": {FORMAT}, "step": {self.step},\n'
+            f'{{"format": {self.format}, "step": {self.step},\n'
             f'"files": {{\n{_lines(files)}}},\n'
             f'"tensors": [\n{_lines(tensors)}]}}\n'
         )

@@ -7,8 +7,11 @@ from math import prod
 
 from unipar.backend import Region
 
-FORMAT = 1
-"""Version of the format that this unipar writes, and the newest that it reads."""
+FORMAT = 2
+"""Newest version of the format that this unipar reads; it writes it where files beside a checkpoint are in use."""
+
+PLAIN_FORMAT = 1
+"""Version of the format of a checkpoint that has all its files in its own folder."""
 
 MANIFEST_FILE = "manifest.json"
 SEAL_FILE = "manifest.sha256"
@@ -16,6 +19,9 @@ SEAL_FILE = "manifest.sha256"
 
 STATE_FILE = "state.json"
 SHARD_FOLDER = "shards"
+
+FROZEN_PREFIX = "frozen-"
+"""Beginning of the name of a folder beside the checkpoints that use it, with weights that are not trained."""
 
 TEMPORARY_PREFIX = ".tmp-"
 """Beginning of the name of a folder that is being written, or was when its writer died."""
@@ -68,6 +74,8 @@ ITEM_BYTES = {
 
 _STEP = re.compile(r"step-(\d{8,19})\Z", re.ASCII)
 _SHARD = re.compile(r"shards/rank-\d{5,9}(-\d{3,6})?\.safetensors\Z", re.ASCII)
+_FROZEN_FOLDER = re.compile(r"frozen-[0-9a-f]{8}\Z", re.ASCII)
+_FROZEN_SHARD = re.compile(r"frozen-[0-9a-f]{8}/rank-\d{5,9}(-\d{3,6})?\.safetensors\Z", re.ASCII)
 
 
 def step_folder_name(step: int) -> str:
@@ -82,14 +90,29 @@ def step_of_folder(name: str) -> int | None:
     return step if step is not None and step_folder_name(step) == name else None
 
 
-def shard_file_name(rank: int, number: int = 0) -> str:
+def shard_file_name(rank: int, number: int = 0, folder: str = SHARD_FOLDER) -> str:
     """Return the name of a rank's shard: `shards/rank-00000.safetensors`, then `shards/rank-00000-001.safetensors`."""
-    return f"{SHARD_FOLDER}/rank-{rank:05d}{f'-{number:03d}' if number else ''}.safetensors"
+    return f"{folder}/rank-{rank:05d}{f'-{number:03d}' if number else ''}.safetensors"
 
 
 def is_shard_name(name: str) -> bool:
-    """Return whether a name in a manifest is that of a shard; it then leads to no other folder."""
-    return _SHARD.match(name) is not None
+    """Return whether a name in a manifest is that of a shard: in the checkpoint, or beside it in a frozen folder."""
+    return _SHARD.match(name) is not None or is_beside(name)
+
+
+def is_beside(name: str) -> bool:
+    """Return whether a file of a checkpoint is in a folder beside it, with weights that are not trained."""
+    return _FROZEN_SHARD.match(name) is not None
+
+
+def is_frozen_folder(name: str) -> bool:
+    """Return whether a folder has the name of one that holds weights that are not trained."""
+    return _FROZEN_FOLDER.match(name) is not None
+
+
+def folder_of_shard(name: str) -> str:
+    """Return the name of the folder of a shard: `shards`, or `frozen-...` of one that is beside the checkpoint."""
+    return name.partition("/")[0]
 
 
 def normal_region(where: Region) -> Region:

@@ -22,6 +22,7 @@ from unipar.checkpoint.format.names import (
     LONGEST_NAME,
     MOST_DIMENSIONS,
     MOST_KEYS,
+    is_beside,
 )
 from unipar.checkpoint.format.strict_json import parse_strict_json
 from unipar.checkpoint.storage.disk import Disk, OutputFile
@@ -102,6 +103,7 @@ def write_tensors(writing: HashedFile, tensors: Sequence[ShardTensor], metadata:
                     f"{tensor.bytes:,}"
                 )
             writing.write(data)
+            del data  # before the next tensor is read, so that one at a time is in memory
         return writing.finish()
 
 
@@ -217,7 +219,15 @@ def read_stored(file: RegularFile | RemoteFile, first: int, count: int) -> bytes
 
 
 def _open_stored(folder: Location, name: str) -> RegularFile | RemoteFile:
+    folder = folder_of_file(folder, name)
     return RemoteFile(folder, name) if isinstance(folder, Address) else RegularFile(folder, name)
+
+
+def folder_of_file(checkpoint: Location, name: str) -> Location:
+    """Return the folder below which a file of a checkpoint is: the checkpoint's own, or that above it."""
+    if not is_beside(name):
+        return checkpoint
+    return checkpoint.parent if isinstance(checkpoint, Address) else checkpoint.absolute().parent
 
 
 class ShardReader:

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from unipar.checkpoint.format.manifest import Manifest, StoredTensor
-from unipar.checkpoint.format.names import ITEM_BYTES
+from unipar.checkpoint.format.manifest import Manifest, StoredTensor, is_kept_beside
+from unipar.checkpoint.format.names import ITEM_BYTES, is_beside
 from unipar.checkpoint.overview.listing import format_metrics
 from unipar.checkpoint.protocol.verifying import CheckpointContents
 from unipar.utils.table import format_table
@@ -35,6 +35,7 @@ def checkpoint_as_data(contents: CheckpointContents, only: str = "*") -> dict[st
         "path": str(contents.path),
         "step": contents.manifest.step,
         "bytes": contents.manifest.bytes,
+        "bytes_beside": contents.manifest.bytes_beside,
         "files": {name: record._asdict() for name, record in sorted(contents.manifest.files.items())},
         "tensors": [
             {
@@ -75,12 +76,19 @@ def _sentences(state: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
         yield from _part_sentences(name if len(state["parts"]) > 1 else "", part)
     if task := state.get("task"):
         yield f"the task's own state: {first_few(list(task), most=8) if isinstance(task, dict) else task}"
-    files = len(manifest.files) - 1
+    beside = manifest.folders_beside
+    files = sum(not is_beside(name) for name in manifest.files) - 1
     kinds = Counter[str]()
     for tensor in manifest.tensors.values():
         kinds[tensor.kind] += tensor_size(tensor)
     sizes = ", ".join(f"{kind} {format_size(size)}" for kind, size in kinds.most_common())
     yield f"{format_size(manifest.bytes)} in {count_of(files, 'shard')}: {sizes}"
+    if beside:
+        shared = sum(map(is_kept_beside, manifest.tensors.values()))
+        yield (
+            f"{format_size(manifest.bytes_beside)} in {first_few(sorted(beside))} beside the checkpoint: "
+            f"{count_of(shared, 'frozen weight')}, shared with others"
+        )
 
 
 def _part_sentences(name: str, part: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from os import path as os_path
 from pathlib import Path
@@ -13,9 +13,14 @@ from typing import Generic, TypeVar, final
 from typing_extensions import override
 
 from unipar.checkpoint.format.manifest import FileRecord
-from unipar.checkpoint.format.names import SEAL_FILE, SHARD_FOLDER, step_folder_name
+from unipar.checkpoint.format.names import SEAL_FILE, SHARD_FOLDER, is_beside, step_folder_name
 from unipar.checkpoint.protocol.remote_steps import delete_remote_checkpoint, list_remote_steps
-from unipar.checkpoint.protocol.retention import sweep_abandoned, temporary_name, trash_name
+from unipar.checkpoint.protocol.retention import (
+    list_unused_frozen_folders,
+    sweep_abandoned,
+    temporary_name,
+    trash_name,
+)
 from unipar.checkpoint.protocol.verifying import CheckpointFolder, verify_checkpoint
 from unipar.checkpoint.storage.disk import Disk, OutputFile
 from unipar.checkpoint.storage.remote import RemoteFolder
@@ -29,8 +34,9 @@ _Where = TypeVar("_Where", Path, Address)
 class Publication(ABC, Generic[_Where]):
     """One checkpoint on its way; rank 0 begins, publishes and deletes, and all ranks create files."""
 
-    def __init__(self, folder: _Where, step: int) -> None:
-        self.folder, self.step = folder, step
+    def __init__(self, folder: _Where, step: int, beside: str) -> None:
+        """`beside`: name of a new folder for weights that are not trained; "": this checkpoint writes none."""
+        self.folder, self.step, self.beside = folder, step, beside
         self.outcome = "it is not published"
         """Words on what a failure leaves, as far as is known."""
 
@@ -66,6 +72,18 @@ class Publication(ABC, Generic[_Where]):
     def publish(self) -> None:
         """Let readers see the checkpoint: all its files are written, the seal's last."""
 
+    def remove_unused_beside(self, used: Collection[str]) -> None:
+        """Delete folders with weights that are not trained, of which no checkpoint has a file. Rank 0 calls this."""
+        for name in list_unused_frozen_folders(self.folder, used):
+            try:
+                self.delete_beside(name)
+            except (CheckpointError, OSError) as e:
+                self.remarks.append(f"{self.folder / name}: no checkpoint needs it, and it cannot be deleted ({e})")
+
+    @abstractmethod
+    def delete_beside(self, name: str) -> None:
+        """Delete a folder beside the checkpoints."""
+
     @abstractmethod
     def delete(self, checkpoint: CheckpointFolder) -> None:
         """Delete a checkpoint so that half a deletion is none; raise OSError or CheckpointError if that fails."""
@@ -88,8 +106,8 @@ class Publication(ABC, Generic[_Where]):
 class DiskPublication(Publication[Path]):
     """Temporary folder on the same file system, which one rename publishes."""
 
-    def __init__(self, folder: Path, step: int, disk: Disk) -> None:
-        super().__init__(folder, step)
+    def __init__(self, folder: Path, step: int, disk: Disk, beside: str) -> None:
+        super().__init__(folder, step, beside)
         self._disk, self._lock = disk, ExitStack()
         self._begun: Path | None = None
 
@@ -107,6 +125,8 @@ class DiskPublication(Publication[Path]):
         self._disk.make_folder(self._begun, 0o700)
         self._lock.enter_context(self._disk.lock(self._begun))
         self._disk.make_folder(self._begun / SHARD_FOLDER)
+        if self.beside:
+            self._disk.make_folder(self.folder / self.beside)
         return self._begun.name
 
     @override
@@ -115,11 +135,13 @@ class DiskPublication(Publication[Path]):
 
     @override
     def create(self, name: str) -> OutputFile:
-        return self._disk.create(self._temporary / name)
+        return self._disk.create((self.folder if is_beside(name) else self._temporary) / name)
 
     @override
     def flush_shards(self) -> None:
         self._disk.flush_folder(self._temporary / SHARD_FOLDER)
+        if self.beside:
+            self._disk.flush_folder(self.folder / self.beside)
 
     @override
     def check_written(self, files: Mapping[str, FileRecord]) -> None:
@@ -127,7 +149,9 @@ class DiskPublication(Publication[Path]):
 
     @override
     def publish(self) -> None:
-        self._disk.flush_folder(self._temporary / SHARD_FOLDER)
+        self.flush_shards()
+        if self.beside:
+            self._disk.flush_folder(self.folder)  # no checkpoint is there without the folder that it names
         self._disk.change_mode(self._temporary, stat.S_IMODE(self.folder.stat().st_mode) & 0o777)
         self._disk.flush_folder(self._temporary)
         self._put_in_place(self._temporary, self.folder / step_folder_name(self.step))
@@ -149,6 +173,10 @@ class DiskPublication(Publication[Path]):
         self._disk.remove_tree(trash)
 
     @override
+    def delete_beside(self, name: str) -> None:
+        self._disk.remove_tree(self.folder / name)
+
+    @override
     def remove_replaced(self) -> None:
         with suppress(OSError):  # what stays is swept by the next save
             self._disk.remove_tree(self._temporary)
@@ -158,6 +186,9 @@ class DiskPublication(Publication[Path]):
         if self._begun is not None and not self.published:
             with suppress(OSError):
                 self._disk.remove_tree(self._begun)
+            with suppress(OSError):
+                if self.beside:
+                    self.delete_beside(self.beside)
 
     @override
     def close(self) -> None:
@@ -177,8 +208,8 @@ def refuse_full_disk(needed: int, free: int) -> None:
 class RemotePublication(Publication[Address]):
     """Files at an address, where nothing is renamed: manifest.sha256 is written last, and publishes all."""
 
-    def __init__(self, folder: Address, step: int) -> None:
-        super().__init__(folder, step)
+    def __init__(self, folder: Address, step: int, beside: str) -> None:
+        super().__init__(folder, step, beside)
         self._files = RemoteFolder(folder / step_folder_name(step))
         self._begun = False
 
@@ -215,7 +246,7 @@ class RemotePublication(Publication[Address]):
 
     @override
     def create(self, name: str) -> OutputFile:
-        return self._files.create(name)
+        return (RemoteFolder(self.folder) if is_beside(name) else self._files).create(name)
 
     @override
     def flush_shards(self) -> None:
@@ -224,13 +255,16 @@ class RemotePublication(Publication[Address]):
     @override
     def check_written(self, files: Mapping[str, FileRecord]) -> None:
         actual_sizes = self._files.sizes()
+        if self.beside:
+            beside = RemoteFolder(self.folder / self.beside).sizes()
+            actual_sizes |= {f"{self.beside}/{name}": size for name, size in beside.items()}
         wanted = {name: record.bytes for name, record in files.items()}
         if actual_sizes != wanted:
             name = min(actual_sizes.items() ^ wanted.items())[0]
             there, written = (f"{sizes.get(name, 0):,} bytes" for sizes in (actual_sizes, wanted))
+            path = (self.folder if is_beside(name) else self._files.address) / name
             raise CheckpointError(
-                f"{self._files.address / name}: {there} are there, and {written} were written: another run may save "
-                "to the same address"
+                f"{path}: {there} are there, and {written} were written: another run may save to the same address"
             )
         self.outcome = "whether it is published is not known"
 
@@ -243,6 +277,10 @@ class RemotePublication(Publication[Address]):
         delete_remote_checkpoint(self.folder / checkpoint.path.name)
 
     @override
+    def delete_beside(self, name: str) -> None:
+        delete_remote_checkpoint(self.folder / name)
+
+    @override
     def withdraw(self) -> None:
         self.abandon()
 
@@ -253,10 +291,12 @@ class RemotePublication(Publication[Address]):
                 self._files.abort_uploads()
                 delete_remote_checkpoint(self._files.address)
                 self.outcome = "it is not published"
+                if self.beside:
+                    self.delete_beside(self.beside)
 
 
-def publication_in(folder: Location, step: int, disk: Disk) -> DiskPublication | RemotePublication:
+def publication_in(folder: Location, step: int, disk: Disk, beside: str) -> DiskPublication | RemotePublication:
     """Return how a checkpoint is published in a folder."""
     if isinstance(folder, Address):
-        return RemotePublication(folder, step)
-    return DiskPublication(folder, step, disk)
+        return RemotePublication(folder, step, beside)
+    return DiskPublication(folder, step, disk, beside)

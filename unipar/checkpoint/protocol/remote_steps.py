@@ -20,7 +20,7 @@ def list_remote_steps(folder: Address) -> tuple[list[str], list[str]]:
 
 
 def delete_remote_checkpoint(checkpoint: Address) -> None:
-    """Delete a checkpoint, its manifest.sha256 first, so that half a deletion is no checkpoint."""
+    """Delete a folder; a checkpoint's manifest.sha256 first, so that half a deletion is no checkpoint."""
     files = RemoteFolder(checkpoint)
     names = sorted(files.sizes(), key=lambda name: name != SEAL_FILE)
     files.delete(names)

@@ -9,8 +9,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX, step_folder_name
-from unipar.checkpoint.protocol.verifying import CheckpointFolder, find_checkpoints, inspect_checkpoint
+from unipar.checkpoint.format.names import TEMPORARY_PREFIX, TRASH_PREFIX, is_frozen_folder, step_folder_name
+from unipar.checkpoint.protocol.verifying import (
+    CheckpointFolder,
+    find_checkpoints,
+    inspect_checkpoint,
+    list_names,
+    read_manifest,
+)
 from unipar.checkpoint.storage.disk import Disk, lock_is_free
 from unipar.errors import CheckpointError
 from unipar.utils.address import Location
@@ -95,3 +101,17 @@ def remove_old_checkpoints(
             except OSError as e:
                 remarks.append(f"{checkpoint.path}: cannot be deleted ({e.strerror})")
     return removed, remarks
+
+
+def list_unused_frozen_folders(folder: Location, used: Collection[str]) -> list[str]:
+    """Return the names of folders with weights that are not trained, of which no checkpoint has a file.
+
+    `used`: names known to be in use. None is unused if it cannot be told what a checkpoint has.
+    """
+    names = {name for name in list_names(folder) if is_frozen_folder(name)} - {*used}
+    try:
+        for checkpoint in find_checkpoints(folder) if names else ():
+            names -= read_manifest(checkpoint.path).folders_beside
+    except CheckpointError:
+        return []
+    return sorted(names)

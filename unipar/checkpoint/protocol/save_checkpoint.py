@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -22,9 +22,11 @@ from unipar.checkpoint.format.names import (
     LARGEST_JSON,
     MANIFEST_FILE,
     MOST_KEYS,
+    PLAIN_FORMAT,
     SEAL_FILE,
     SHARD_FOLDER,
     STATE_FILE,
+    folder_of_shard,
     normal_region,
     piece_key,
     piece_shape,
@@ -61,17 +63,39 @@ class PieceToSave(NamedTuple):
 
 
 @dataclass(frozen=True)
+class FrozenToSave:
+    """Weights that are not trained: in files beside the checkpoints, which all of them share."""
+
+    folder: str
+    """Name of the folder to which this checkpoint writes them; "" if an earlier one has."""
+
+    pieces: Sequence[PieceToSave] = ()
+    """Pieces that this rank writes there."""
+
+    saved: Mapping[tuple[str, str], StoredTensor] = field(default_factory=dict[tuple[str, str], StoredTensor])
+    """Tensors that an earlier checkpoint wrote there; rank 0 knows them."""
+
+    files: Mapping[str, FileRecord] = field(default_factory=dict[str, FileRecord])
+    """Sizes and hashes of their files."""
+
+
+@dataclass(frozen=True)
 class SavedCheckpoint:
     """Checkpoint that was published."""
 
     path: Location
     step: int
     bytes: int
+    """Bytes that were written."""
+
     removed: tuple[int, ...]
     """Steps of older checkpoints that were deleted."""
 
     remarks: tuple[str, ...]
     """Sentences about older checkpoints that could not be deleted, or are broken."""
+
+    manifest: Manifest | None = field(default=None, compare=False)
+    """Contents; rank 0 has them."""
 
 
 def save_checkpoint(
@@ -85,13 +109,16 @@ def save_checkpoint(
     retention: Retention | None = None,
     disk: Disk | None = None,
     progress: Callable[[int], None] | None = None,
+    frozen: FrozenToSave | None = None,
 ) -> SavedCheckpoint:
     """Write and publish a checkpoint, then delete old ones; all ranks call it together, with the same step.
 
     `state` is rank 0's, for state.json. On failure all ranks raise CheckpointError with the same sentence, and nothing
-    is published. `progress` gets the bytes of each chunk that this rank has written.
+    is published. `progress` gets the bytes of each chunk that this rank has written. `frozen`: weights that are not
+    trained, if they are kept beside the checkpoints; all ranks give one, or none.
     """
-    saving = _Saving(publication_in(folder, step, disk or Disk()), rank, decide, progress)
+    beside = "" if frozen is None else frozen.folder
+    saving = _Saving(publication_in(folder, step, disk or Disk(), beside), rank, decide, progress, frozen)
     return saving.save(pieces, state, retention or Retention())
 
 
@@ -105,9 +132,13 @@ class _Saving:
         rank: int,
         decide: Decide,
         progress: Callable[[int], None] | None,
+        frozen: FrozenToSave | None,
     ) -> None:
         self.publication, self.step = publication, publication.step
         self.rank, self.decide, self.progress = rank, decide, progress
+        self.frozen = frozen or FrozenToSave("")
+        self.format = PLAIN_FORMAT if frozen is None else FORMAT
+        self.manifest: Manifest | None = None
 
     def save(
         self, pieces: Sequence[PieceToSave], state: Mapping[str, Any] | None, retention: Retention
@@ -115,7 +146,7 @@ class _Saving:
         with closing(self.publication):
             try:
                 prepared = self.agree(lambda: self.prepare(pieces, state))
-                name = self.agree(lambda: self.publication.begin(sum(prepared)) if self.rank == 0 else "")[0]
+                name = self.agree(lambda: self.begin(sum(prepared)) if self.rank == 0 else "")[0]
                 self.publication.join(name)
                 written = self.agree(self.write)
                 done = self.agree(lambda: self.publish(written, retention) if self.rank == 0 else None)[0]
@@ -123,7 +154,8 @@ class _Saving:
                 if self.rank == 0:
                     self.publication.abandon()
                 raise
-        return SavedCheckpoint(self.publication.target, self.step, done[0], tuple(done[1]), tuple(done[2]))
+        target = self.publication.target
+        return SavedCheckpoint(target, self.step, done[0], tuple(done[1]), tuple(done[2]), self.manifest)
 
     def agree(self, attempt: Callable[[], Any]) -> list[Any]:
         """Return what an attempt returned on each rank, as `attempt_together` does; raise the same sentence on all."""
@@ -137,11 +169,28 @@ class _Saving:
             lambda: {"outcome": self.publication.outcome},
         )
 
+    def begin(self, needed: int) -> str:
+        """Make room for the checkpoint; return what the other ranks need to write to it."""
+        self.publication.remove_unused_beside({folder_of_shard(name) for name in self.frozen.files})
+        return self.publication.begin(needed)
+
     def prepare(self, pieces: Sequence[PieceToSave], state: Mapping[str, Any] | None) -> int:
         """Lay out this rank's files; return how many bytes they need."""
         self.shards: list[tuple[str, list[ShardTensor]]] = []
         self.rows: list[list[Any]] = []
         self.state = b""
+        needed = self.lay_out(pieces, SHARD_FOLDER) + self.lay_out(self.frozen.pieces, self.frozen.folder)
+        if self.rank == 0:
+            self.state = dump_strict_json(
+                {**(state or {}), "format": self.format, "step": self.step},
+                STATE_FILE,
+                largest=LARGEST_JSON,
+                deepest=DEEPEST_JSON,
+            )
+        return needed + len(self.state)
+
+    def lay_out(self, pieces: Sequence[PieceToSave], folder: str) -> int:
+        """Lay out this rank's files in a folder; return how many bytes they need."""
         tensors: list[ShardTensor] = []
         keys: set[str] = set()
         kept: list[tuple[PieceToSave, Region, ShardTensor]] = []
@@ -156,28 +205,22 @@ class _Saving:
             if where.numel:
                 tensors.append(tensor)
         file_of: dict[str, str] = {}
+        headers = 0
         for number, first in enumerate(range(0, len(tensors), MOST_KEYS)):
             some = sorted_for_shard(tensors[first : first + MOST_KEYS])
-            name = shard_file_name(self.rank, number)
+            name = shard_file_name(self.rank, number, folder)
             self.shards.append((name, some))
+            headers += len(shard_header(some, self.metadata))
             file_of |= {tensor.key: name for tensor in some}
         for piece, where, tensor in kept:
             file = file_of.get(tensor.key, "") if where.numel else ""
             self.rows.append([piece.name, piece.kind, piece.dtype, list(piece.shape), file, tensor.key, *where])
-        if self.rank == 0:
-            self.state = dump_strict_json(
-                {**(state or {}), "format": FORMAT, "step": self.step},
-                STATE_FILE,
-                largest=LARGEST_JSON,
-                deepest=DEEPEST_JSON,
-            )
-        headers = sum(len(shard_header(some, self.metadata)) for _, some in self.shards)
-        return headers + sum(tensor.bytes for tensor in tensors) + len(self.state)
+        return headers + sum(tensor.bytes for tensor in tensors)
 
     @property
     def metadata(self) -> dict[str, str]:
         """Metadata of shards: `format` is what other libraries look for."""
-        return {"format": "pt", "unipar": str(FORMAT), "step": str(self.step)}
+        return {"format": "pt", "unipar": str(self.format), "step": str(self.step)}
 
     def write(self) -> dict[str, Any]:
         """Write this rank's files; return their sizes and hashes, and where each piece is."""
@@ -207,10 +250,17 @@ class _Saving:
     def publish(self, written: Sequence[Mapping[str, Any]], retention: Retention) -> tuple[int, list[int], list[str]]:
         """Publish what all ranks have written, and delete old checkpoints; return bytes, steps deleted and remarks."""
         manifest = merge_written(self.step, written)
+        wrote = dict(manifest.files)
+        saved = self.frozen.saved
+        used = {piece.file for tensor in saved.values() for piece in tensor.pieces}
+        of_earlier = {name: record for name, record in self.frozen.files.items() if name in used}
+        manifest = self.manifest = replace(
+            manifest, files={**of_earlier, **wrote}, tensors={**saved, **manifest.tensors}
+        )
         for tensor in manifest.tensors.values():
             check_tiling(tensor, "what the ranks wrote")
         data = manifest.to_json()
-        files = {**manifest.files, MANIFEST_FILE: self.write_file(MANIFEST_FILE, data)}
+        files = {**wrote, MANIFEST_FILE: self.write_file(MANIFEST_FILE, data)}
         self.publication.check_written(files)
         try:
             self.write_file(SEAL_FILE, seal_of_manifest(data))
@@ -222,7 +272,8 @@ class _Saving:
             self.publication.folder, retention, self.step, self.publication.delete
         )
         self.publication.remove_replaced()
-        return manifest.bytes, removed, [*self.publication.remarks, *remarks]
+        self.publication.remove_unused_beside(manifest.folders_beside)
+        return sum(record.bytes for record in wrote.values()), removed, [*self.publication.remarks, *remarks]
 
 
 def merge_written(step: int, written: Sequence[Mapping[str, Any]]) -> Manifest:

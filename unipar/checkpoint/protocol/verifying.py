@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,13 @@ from unipar.checkpoint.format.names import (
     SEAL_FILE,
     SHARD_FOLDER,
     STATE_FILE,
+    folder_of_shard,
+    is_beside,
     piece_shape,
     step_folder_name,
     step_of_folder,
 )
-from unipar.checkpoint.format.shard_file import ShardReader, open_stored_file, read_stored
+from unipar.checkpoint.format.shard_file import ShardReader, folder_of_file, open_stored_file, read_stored
 from unipar.checkpoint.format.strict_json import parse_strict_json
 from unipar.checkpoint.format.tiling import explain_tiling_fault
 from unipar.checkpoint.protocol.remote_steps import list_remote_steps
@@ -83,32 +85,41 @@ def list_names(folder: Location) -> list[str]:
 
 
 def verify_checkpoint(
-    path: Location, *, threads: int = 2, share: tuple[int, int] = (0, 1), progress: HashProgress | None = None
+    path: Location,
+    *,
+    threads: int = 2,
+    share: tuple[int, int] = (0, 1),
+    progress: HashProgress | None = None,
+    beside: bool = True,
 ) -> CheckpointContents:
     """Check everything about a checkpoint, hashes of all files included; raise CheckpointError if anything is amiss.
 
     Where several ranks verify together, `share` is (rank, world): each hashes its share of the shards and checks all
-    else, so that together they have hashed all.
+    else, so that together they have hashed all. `beside`: whether weights that are not trained are to be read as well,
+    which are in files beside the checkpoint.
     """
-    checkpoint = inspect_checkpoint(path)
+    checkpoint = inspect_checkpoint(path, beside=beside)
     rank, world = share
     names = sorted(checkpoint.manifest.files, key=lambda name: (-checkpoint.manifest.files[name].bytes, name))
-    names = [name for name in names if name != STATE_FILE][rank::world]  # state.json was hashed when it was read
+    names = [name for name in names if name != STATE_FILE and (beside or not is_beside(name))][rank::world]
     _hash_files(checkpoint, names, threads, progress)
     return checkpoint
 
 
-def inspect_checkpoint(path: Location) -> CheckpointContents:
-    """Return a checkpoint's contents after all checks but the hashes of shards; raise CheckpointError if one fails."""
+def inspect_checkpoint(path: Location, *, beside: bool = True) -> CheckpointContents:
+    """Return a checkpoint's contents after all checks but the hashes of shards; raise CheckpointError if one fails.
+
+    `beside`: as for `verify_checkpoint`.
+    """
     _check_folder(path)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     step = step_of_folder(path.name)
     if step is not None and step != manifest.step:
         raise CheckpointError(f"{path / MANIFEST_FILE}: of step {manifest.step}, in the folder of step {step}")
-    _check_file_set(path, manifest)
+    _check_file_set(path, manifest, beside=beside)
     state = _read_state(path, manifest)
     for name, pieces in manifest.pieces_by_file.items():
-        if name != STATE_FILE:
+        if name != STATE_FILE and (beside or not is_beside(name)):
             _check_shard(path, name, manifest.files[name].bytes, pieces)
     for tensor in manifest.tensors.values():
         check_tiling(tensor, f"{path / MANIFEST_FILE}")
@@ -164,7 +175,8 @@ def _read_whole(path: Location, name: str, largest: int) -> bytes:
         return read_stored(file, 0, file.bytes)
 
 
-def _read_manifest(path: Location) -> Manifest:
+def read_manifest(path: Location) -> Manifest:
+    """Return the manifest of a checkpoint after a check of its hash."""
     seal = _read_whole(path, SEAL_FILE, 200)
     data = _read_whole(path, MANIFEST_FILE, LARGEST_JSON)
     if seal != seal_of_manifest(data):
@@ -177,14 +189,27 @@ def seal_of_manifest(data: bytes) -> bytes:
     return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST_FILE}\n".encode()
 
 
-def _check_file_set(path: Location, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the folder holds the files of the manifest and no other entry."""
-    wanted = {MANIFEST_FILE, SEAL_FILE, *manifest.files}
+def _check_file_set(path: Location, manifest: Manifest, *, beside: bool) -> None:
+    """Raise CheckpointError unless the folder holds the files of the manifest and no other entry.
+
+    Files beside it, which other checkpoints share, have to be there too.
+    """
+    shared = sorted(filter(is_beside, manifest.files))
+    wanted = {MANIFEST_FILE, SEAL_FILE, *manifest.files} - {*shared}
     present = set(RemoteFolder(path).sizes()) if isinstance(path, Address) else _files_on_disk(path)
     if extra := sorted(present - wanted):
         raise CheckpointError(f"{path / extra[0]}: not listed in {MANIFEST_FILE}; a checkpoint holds no other files")
     if missing := sorted(wanted - present):
         raise CheckpointError(f"{path / missing[0]}: missing, though {MANIFEST_FILE} lists it")
+    for name in shared if beside else ():
+        above = folder_of_file(path, name)
+        there = RemoteFolder(above).has(name) if isinstance(above, Address) else os.path.lexists(above / name)
+        if not there:
+            raise CheckpointError(
+                f"{above / name}: missing, though {path / MANIFEST_FILE} lists it: {path.name} has the weights that "
+                f"are not trained in the folder {folder_of_shard(name)} beside it; copy that folder to {above} from "
+                "where the checkpoint was saved"
+            )
 
 
 def _files_on_disk(path: Path) -> set[str]:
@@ -215,16 +240,30 @@ def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
 
 
 def _check_shard(path: Location, name: str, size: int, pieces: Mapping[str, tuple[StoredTensor, Region]]) -> None:
-    """Raise CheckpointError if a shard's size or header is not what the manifest says."""
+    """Raise CheckpointError if a shard's size or header is not what the manifest says.
+
+    One that checkpoints share may hold more: tensors that one of them has in its own folder, because they changed.
+    """
     with open_stored_file(path, name) as file:  # its size first: a truncated file is best called so
         if file.bytes != size:
-            raise CheckpointError(f"{file.called}: {file.bytes:,} bytes; {MANIFEST_FILE} says {size:,}")
+            raise CheckpointError(
+                f"{file.called}: {file.bytes:,} bytes; {MANIFEST_FILE} says {size:,}{_way_back(name)}"
+            )
     with ShardReader(path, name) as shard:
-        _compare_header(shard, pieces)
+        _compare_header(shard, pieces, pieces.keys() if is_beside(name) else shard.tensors.keys() | pieces.keys())
 
 
-def _compare_header(shard: ShardReader, pieces: Mapping[str, tuple[StoredTensor, Region]]) -> None:
-    if strange := sorted(shard.tensors.keys() ^ pieces.keys()):
+def _way_back(name: str) -> str:
+    """Return what to do about a file that is not what it was, if it is one that checkpoints share; else ""."""
+    if not is_beside(name):
+        return ""
+    return f"; all checkpoints that name {folder_of_shard(name)} need it as it was: restore it from a copy"
+
+
+def _compare_header(
+    shard: ShardReader, pieces: Mapping[str, tuple[StoredTensor, Region]], keys: Collection[str]
+) -> None:
+    if strange := sorted(key for key in keys if (key in shard.tensors) != (key in pieces)):
         which = "in its header, not in" if strange[0] in shard.tensors else "not in its header, but in"
         raise CheckpointError(f"{shard.called}: {strange[0]!r} is {which} {MANIFEST_FILE}")
     for key, (tensor, where) in pieces.items():
@@ -265,7 +304,9 @@ def _hash_files(
                 hashed.update(part)
                 advance(len(part))
             if hashed.hexdigest() != files[name].xxh3_128:
-                raise CheckpointError(f"{file.called}: its hash is not the one in {MANIFEST_FILE}; its bytes changed")
+                raise CheckpointError(
+                    f"{file.called}: its hash is not the one in {MANIFEST_FILE}; its bytes changed{_way_back(name)}"
+                )
 
     if isinstance(checkpoint.path, Address):
         threads = max(threads, _REQUESTS)  # they wait for a network, not for a processor

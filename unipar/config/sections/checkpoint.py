@@ -61,6 +61,10 @@ class Checkpoint(Section):
     on_error: Literal["stop", "warn"] = "stop"
     """Consequence of a checkpoint that cannot be written. stop: the run ends with the error; warn: it goes on."""
 
+    frozen: Literal["auto", "reference", "copy"] = "auto"
+    """Weights that are not trained. reference: saved once, in a folder beside the checkpoints, which name it by hash;
+    copy: in each checkpoint; auto: reference if the model begins from model.weights or has an adapter, else copy."""
+
     @property
     def asynchronous(self) -> bool:
         """Value of the key `async`."""

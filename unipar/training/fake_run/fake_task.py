@@ -19,6 +19,7 @@ from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import cast_if_float, check_parts, narrow_frozen_parameters
 from unipar.model.modes import enter_training_mode
+from unipar.model.state_names import CheckpointBytes
 from unipar.model.transforms import apply_transforms
 from unipar.model.without_values import create_without_values, explain_values
 from unipar.prediction.timeline import PredictedModule, PredictedParameter, StepTimeline
@@ -54,7 +55,7 @@ class FakeTask:
     micro: int
     """Samples, or tokens, of the smallest microbatch that is traced."""
 
-    checkpoint: int | None
+    checkpoint: CheckpointBytes | None
     allocated: int
     rows: TokenRows | None = None
     """Microbatches if they are counted in tokens; None: in samples."""

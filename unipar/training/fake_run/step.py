@@ -34,8 +34,11 @@ _NUMBER_BYTES: Final = 8
 """Bytes of a number in fp64, in which the training loop adds over ranks."""
 
 
-def sent_by_loop(config: Config, ranks: int, *, weighs: bool) -> Iterator[CommVolume]:
-    """Yield what the training loop sends in every step, beside the engine; `weighs`: the task defines `weight`."""
+def sent_by_loop(config: Config, ranks: int, *, weighs: bool, of_experts: Sequence[int] = ()) -> Iterator[CommVolume]:
+    """Yield what the training loop sends in every step, beside the engine; `weighs`: the task defines `weight`.
+
+    `of_experts`: bytes that count tokens of experts, of each collective.
+    """
     if ranks == 1:
         return
     axis = axis_of_ranks(Mesh.of(0, ranks, **config.parallel.axes.sizes), list(range(ranks))) or UNKNOWN_AXIS
@@ -43,6 +46,8 @@ def sent_by_loop(config: Config, ranks: int, *, weighs: bool) -> Iterator[CommVo
         yield CommVolume(axis, "all_reduce", _NUMBER_BYTES, 1, ranks)
     if config.log.every == 1:  # the loss, and whether it is finite everywhere
         yield CommVolume(axis, "all_reduce", 2 * _NUMBER_BYTES, 1, ranks)
+        if of_experts:
+            yield CommVolume(axis, "all_reduce", sum(of_experts), len(of_experts), ranks)
 
 
 @dataclass(frozen=True)

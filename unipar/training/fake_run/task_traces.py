@@ -192,7 +192,8 @@ class TaskTraces:
             late = late_bytes(last.prediction, rank.whole.activations, sizes.micro)
         names = sorted({phase.phase for phase in phases}, key=_ORDER.index)
         traffic = (each.of_step(sizes.micro, sizes.accumulate) for each in traced.sent)
-        loop = sent_by_loop(request.config, request.ranks, weighs=self._fake.task.defines("weight"))
+        weighs = self._fake.task.defines("weight")
+        loop = sent_by_loop(request.config, request.ranks, weighs=weighs, of_experts=traced.logged_of_experts)
         sent = (*last.prediction.sent, *traffic, *loop)
         return PredictedStep(
             tuple(_fullest(peak for peak in phases if peak.phase == name) for name in names),

@@ -12,6 +12,7 @@ from unipar.config import Config
 from unipar.config.sections.strategy import Axes
 from unipar.data.lengths import TokenRows
 from unipar.errors import TaskError
+from unipar.model.state_names import CheckpointBytes
 from unipar.model.without_values import NeedsValuesError
 from unipar.planning.activations import Activations, AllocatedBlock, MicrobatchVolume
 from unipar.planning.schedule_walk import Line, PlannedRank, PlannedStage
@@ -42,8 +43,8 @@ class TracedTask:
     units: float | None = None
     """Weight of a sample, or token, of the first microbatch, as the task counts it; None: it defines no weight."""
 
-    checkpoint: int | None = None
-    """Bytes of tensors in a checkpoint; None if the optimizer cannot be tried without values."""
+    checkpoint: CheckpointBytes | None = None
+    """Bytes of tensors in checkpoints; None if the optimizer cannot be tried without values."""
 
     allocated: int = 0
     """Bytes of parameters with values that model() needed to be created; 0: it runs without values."""
@@ -56,6 +57,9 @@ class TracedTask:
 
     worst_routing: Activations | None = None
     """What the model allocates if this rank's experts get the rows of all ranks; None: it has all experts itself."""
+
+    logged_of_experts: tuple[int, ...] = ()
+    """Bytes that all ranks combine at a logged step to count tokens of experts, of each collective."""
 
     proof: Proof | None = None
     """Proof in the set-up that parts are the whole model; None: there is none."""
@@ -188,7 +192,14 @@ def trace_part(
     proof = None
     if proof_of_whole is not None:
         proof = Proof(proof_of_whole, None if in_full is None else replace(stage, activations=in_full))
-    return replace(traced, rank=rank, sent=tuple(_volumes(steps, part)), proof=proof, worst_routing=worst)
+    return replace(
+        traced,
+        rank=rank,
+        sent=tuple(_volumes(steps, part)),
+        proof=proof,
+        worst_routing=worst,
+        logged_of_experts=tuple(part.logged_of_experts),
+    )
 
 
 def in_full_precision(fake: FakeTask) -> FakeTask:

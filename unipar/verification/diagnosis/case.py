@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,16 @@ def run_gradient(case: FaultCase, step: int) -> dict[str, SketchVector]:
     """Return the gradient of a step of the run, computed from its state."""
     config = case.config.of_part(case.run.prefixes[step - 1].removesuffix("."))
     return gradients_from_state(case.run, StateRule.of(config, case.groups(step)), step, _rate_by_parameter(case, step))
+
+
+def unit_gradients(case: FaultCase, step: int) -> dict[str, SketchVector]:
+    """Return the gradient of each unit of a parameter (`sketch_units`) in a step of the run."""
+    config = case.config.of_part(case.run.prefixes[step - 1].removesuffix("."))
+    rule, rates = StateRule.of(config, case.groups(step)), _rate_by_parameter(case, step)
+    names = {unit: unit.rpartition("[")[0] for unit, _ in case.run.states[step] if unit.endswith("]")}
+    decay = {unit: rule.decay[name] for unit, name in names.items() if name in rule.decay}
+    by_unit = {unit: rates[name] for unit, name in names.items() if name in rates}
+    return gradients_from_state(case.run, replace(rule, decay=decay), step, by_unit)
 
 
 def norm_factor(case: FaultCase, step: int) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 
 from unipar.backend.engine import KIND_OF_AVERAGES
 from unipar.utils.text import count_of, first_few
-from unipar.verification.diagnosis import mesh_faults
+from unipar.verification.diagnosis import expert_faults, mesh_faults
 from unipar.verification.diagnosis import update_faults as updates
 from unipar.verification.diagnosis import weight_faults as copies
 from unipar.verification.diagnosis.case import (
@@ -58,15 +58,22 @@ def classify_fault(case: FaultCase) -> Fault | None:
         return _classify_averages(case, at)
     if (fault := copies.classify_start(case)) is not None:
         return fault
+    forward = "forward" in case.module_differences
+    if forward and (fault := expert_faults.classify_forward(case, at)) is not None:
+        return fault
     if case.settled.strategy.axes.split and (fault := mesh_faults.classify_before_update(case, at)) is not None:
         return fault
     if (fault := _classify_digits(case, at)) is not None:
         return fault
-    if "forward" in case.module_differences:
+    if forward:
         return _classify_forward(case, at)
     if case.loss_differences:
         return _classify_loss(case, at)
-    if (fault := _classify_no_gradient(case, at) or _classify_backward(case, at)) is not None:
+    if (
+        fault := _classify_no_gradient(case, at)
+        or expert_faults.classify_backward(case, at)
+        or _classify_backward(case, at)
+    ) is not None:
         return fault
     if first.what == "ranks' weights":
         return copies.classify_parted_ranks(case, at)
@@ -82,6 +89,7 @@ def classify_fault(case: FaultCase) -> Fault | None:
     return (
         _classify_missing_update(case, at)
         or copies.classify_kept_dtype(case)
+        or expert_faults.classify_idle(case, at)
         or _classify_norms(case, at)
         or updates.classify_scaled_norm(case, at)
         or updates.classify_norm_of_groups(case, at)
@@ -399,6 +407,12 @@ def _classify_uneven_mix(case: FaultCase, values: Any, step: int) -> Fault | Non
             which = "the last microbatch" if gone == [micros] else f"microbatch {', '.join(map(str, gone))}"
             return Fault("a microbatch left out", f"the gradient of step {step} contains nothing of {which}")
         shown = ", ".join(f"{x:.3f}" for x in by_micro)
+        if not gone and _is_geometric(case, by_micro):
+            return Fault(
+                "a gradient multiplied in each microbatch",
+                f"the gradient of step {step} contains the microbatches, first to last, with the weights {shown}: what "
+                "has been accumulated is added up over the ranks again in each further microbatch",
+            )
         return Fault(
             "microbatches that count differently",
             f"the gradient of step {step} contains the microbatches, first to last, with the weights {shown}",
@@ -421,6 +435,13 @@ def _classify_uneven_mix(case: FaultCase, values: Any, step: int) -> Fault | Non
             "after the ranks' gradients were",
         )
     return None
+
+
+def _is_geometric(case: FaultCase, weights: Any) -> bool:
+    """Return whether each weight is the same whole multiple of the next one, and the last one right."""
+    ratios = weights[:-1] / weights[1:]
+    times = round(float(ratios[0]))
+    return times > 1 and case.is_near(weights[-1], 1.0) and all(case.is_near(ratio, times) for ratio in ratios)
 
 
 def _classify_equal_weights(case: FaultCase, values: Any, step: int) -> Fault | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from unipar.config.sections.strategy import EXPERT_AXIS
 from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis.case import Fault, FaultCase, gradient_factors, is_right
 from unipar.verification.diagnosis.modules import MIN_RELATIVE_DIFFERENCE, ModuleDifference
@@ -272,16 +273,19 @@ def _wrong_gradients(case: FaultCase, step: int) -> Fault | None:
     which = f"{count_of(len(wrong), 'parameter')} ({first_few(list(wrong))})" if some else "all parameters"
     for axis, size in case.settled.strategy.axes.sizes.items():
         measured = f"the gradient of {which} is {middle:.4g} times that of one process in step {step}"
+        apart = axis == EXPERT_AXIS
         if case.is_near(middle, float(size)):
-            return Fault(
-                f"scaled by the size of {axis}",
-                f"{measured}: the {size} ranks of {axis} train on the same samples, and a gradient must not grow with "
-                "their number; it may have been added up over ranks that all have the whole of it",
+            says = (
+                f"{measured}: it was added up over the {size} ranks of expert, whose tokens it contains already"
+                if apart
+                else f"{measured}: the {size} ranks of {axis} train on the same samples, and a gradient must not grow "
+                "with their number; it may have been added up over ranks that all have the whole of it"
             )
+            return Fault(f"scaled by the size of {axis}", says)
         if case.is_near(middle, 1.0 / size):
+            why = "whose tokens it contains already" if apart else "which train on the same samples"
             return Fault(
-                f"divided by the size of {axis}",
-                f"{measured}: it was divided by the {size} ranks of {axis}, which train on the same samples",
+                f"divided by the size of {axis}", f"{measured}: it was divided by the {size} ranks of {axis}, {why}"
             )
     return None
 

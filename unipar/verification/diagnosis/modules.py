@@ -102,7 +102,9 @@ def find_module_differences(
     weights = own.batches[-1][0].scales
     for key, row in wanted.items():
         way, _, number = key
-        if way == "loss" or way in differences or not weights[number]:  # a microbatch of weight 0 may hold anything
+        if way in ("loss", "rows") or way in differences:
+            continue
+        if not weights[number]:  # a microbatch of weight 0 may hold anything
             continue
         micro, share = divmod(number, shares)
         factor = scale if way == "backward" else 1.0

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from unipar.utils.text import count_of, first_few
+from unipar.verification.diagnosis import expert_faults
 from unipar.verification.diagnosis.case import Fault, FaultCase
 from unipar.verification.judgement.judge import spread_of_copies
 from unipar.verification.judgement.tolerance import ROUNDING_UNITS
@@ -34,6 +35,13 @@ def classify_start(case: FaultCase) -> Fault | None:
     ]
     if not wrong:
         return None
+    if swapped := expert_faults.find_swapped(case, wrong, allowed):
+        first, other = next(iter(swapped.items()))
+        return Fault(
+            "weights in each other's place",
+            f"before step 1, {first} has the weights that {other} has in one process, and of {len(swapped)} such "
+            "tensors each has those of another one: they were loaded, or sent to their ranks, in another order",
+        )
     return classify_kept_dtype(case) or Fault(
         "other initial weights", f"before step 1, {_of_names(wrong)} from those of one process"
     )

@@ -148,6 +148,7 @@ def _run_job(
             shared=settled.strategy.axes.split,
             masks=job.key.dropout,
             held=job.kind == "run" and _holds_copies(settled),
+            slots=job.kind == "replay",
         )
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)

@@ -14,14 +14,23 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from unipar.engines.fingerprint import TensorSketcher, collect_tensors, fingerprint_batch, sketch_whole_tensor
+from unipar.engines.batch_transfer import map_tensors
+from unipar.engines.fingerprint import (
+    SKETCH_NUMBERS,
+    TensorSketcher,
+    collect_tensors,
+    fingerprint_batch,
+    sketch_whole_tensor,
+)
 
 
 @final
 class StepTrace:
     """Trace of one step, as rows in the order of events."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slots: bool = False) -> None:
+        """`slots`: record what each expert adds to a row, by further calls of layers of experts."""
+        self._slots, self._quiet = slots, False
         self.rows: list[dict[str, Any]] = []
         self._sketches = TensorSketcher(keep=False)
         self._calls: Counter[tuple[int, str]] = Counter()
@@ -51,6 +60,8 @@ class StepTrace:
             )
 
     def _forward(self, name: str, number: int, module: nn.Module, inputs: Any, named: Any, out: Any) -> None:
+        if self._quiet:
+            return
         self._calls[number, name] += 1
         call = f"{name}#{self._calls[number, name]}"
         for i, tensor in enumerate(t for t in collect_tensors((inputs, named)) if t.is_floating_point()):
@@ -63,6 +74,38 @@ class StepTrace:
                 self._note("bias", name, at, number, bias.expand(tensor.shape))
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, "backward", name, at, number))
+
+        self._note_experts(name, f"{call}.rows", number, module, (inputs, named), out)
+
+    def _note_experts(self, name: str, at: str, number: int, module: nn.Module, given: Any, out: Any) -> None:
+        """Record the rows of a layer of experts: it is called with two numbers of experts a row, and their weights."""
+        tensors = collect_tensors(given)
+        numbers = [t for t in tensors if t.ndim == 2 and not t.is_floating_point() and t.dtype != torch.bool]
+        if len(tensors) != 3 or len(numbers) != 1 or not isinstance(out, Tensor) or out.ndim != 2:
+            return
+        weights = [t for t in tensors if t.is_floating_point() and t.shape == numbers[0].shape]
+        if not weights or len(out) != len(numbers[0]):
+            return
+        signs = torch.randint(0, 2, (out.shape[1], SKETCH_NUMBERS), generator=torch.Generator().manual_seed(0))
+        signs = (signs * 2.0 - 1.0).to(out.device, torch.float64)
+
+        def project(rows: Tensor) -> Tensor:
+            return (rows.detach().double() @ signs).cpu()
+
+        row = {"way": "rows", "module": name, "at": at, "number": number, "shape": tuple(out.shape)}
+        choice = {"experts": numbers[0].detach().cpu(), "weights": weights[-1].detach().cpu()}
+        self.rows.append({**row, "sketch": project(out), **choice})
+        if not self._slots:
+            return
+        self._quiet, parts = True, list[Tensor]()
+        with torch.no_grad():
+            for slot in range(weights[-1].shape[1]):
+                only = torch.zeros_like(weights[-1])
+                only[:, slot] = weights[-1][:, slot]
+                args, kwargs = map_tensors(given, lambda t, only=only: only if t is weights[-1] else t)
+                parts.append(project(module.forward(*args, **kwargs)))
+        self._quiet = False
+        self.rows[-1]["parts"] = torch.stack(parts, 1)
 
     def _note(self, way: str, name: str, at: str, number: int, tensor: Tensor) -> None:
         self.rows.append(

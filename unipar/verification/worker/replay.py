@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unipar.backend import Holding, Part
+from unipar.backend import Holding, Part, Region
 from unipar.config import Config
 from unipar.distributed.world import World
-from unipar.engines.fingerprint import TensorSketcher, sketch_whole_tensor
+from unipar.engines.fingerprint import TensorSketcher, sketch_units, sketch_whole_tensor
 from unipar.engines.placement import broadcast_model
 from unipar.engines.wrapper import WrapperEngine
 
@@ -70,10 +70,11 @@ class ReplayEngine(WrapperEngine):
         if self._per_microbatch:
             # what the loss does not use has a gradient of zero, as every engine gives it to the optimizer
             gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(self.trained, grads, strict=True)]
-            self._parts[f"{micro}.{share}"] = {
-                self._names[id(p)]: sketch_whole_tensor(self._sketches, self._names[id(p)], g / self.count)
-                for p, g in zip(self.trained, gradients, strict=True)
-            }
+            sketches = self._parts[f"{micro}.{share}"] = dict[str, Tensor]()
+            for p, g in zip(self.trained, gradients, strict=True):
+                name, part = self._names[id(p)], g / self.count
+                sketches[name] = sketch_whole_tensor(self._sketches, name, part)
+                sketches |= sketch_units(self._sketches, name, p.shape, Region(0, p.numel()), part)
         if self.order == "micros":
             self._sums.append(grads)
             if share == self.count - 1:

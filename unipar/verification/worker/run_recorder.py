@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from unipar.backend import Engine, Factor, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
-from unipar.engines.fingerprint import TensorSketcher, fingerprint_batch, sketch_whole_tensor
+from unipar.engines.fingerprint import TensorSketcher, fingerprint_batch, sketch_units, sketch_whole_tensor
 from unipar.verification.worker.module_trace import DropoutDraws, StepTrace
 
 
@@ -28,11 +28,13 @@ class RunRecorder:
         shared: bool = False,
         masks: bool = False,
         held: bool = False,
+        slots: bool = False,
     ) -> None:
         """Record steps that run in `arithmetic`.
 
         `shared`: ranks share the work on the same samples; `masks`: dropout is on; `held`: each rank's weights are
-        recorded, to be compared with those of other ranks.
+        recorded, to be compared with those of other ranks; `slots`: each expert's part of a row is traced, which
+        needs all experts on this rank.
         """
         self.engines: dict[str, Engine] = {}
         """Engines by the prefix of their parameter names; "" if there is only one."""
@@ -54,7 +56,7 @@ class RunRecorder:
         """Sketch of each region of a weight with which this rank computes, before the first step and after each."""
 
         self._trace_at, self._arithmetic, self._shared, self._masks = trace_at, arithmetic, shared, masks
-        self._held = held
+        self._held, self._slots = held, slots
         self._sketches = TensorSketcher()
 
     def record_engine(self, prefix: str, engine: Engine) -> RecordingEngine:
@@ -94,6 +96,10 @@ class RunRecorder:
             size, key = int(torch.Size(piece.shape).numel()), f"{piece.name}|{piece.kind}"
             sketch = self._sketches.sketch_region(piece.name, size, piece.where, piece.tensor)
             sketches[key] = sketches[key] + sketch if key in sketches else sketch  # a rank may hold several regions
+            if self._trace_at is not None:
+                for unit, part in sketch_units(self._sketches, piece.name, piece.shape, piece.where, piece.tensor):
+                    key = f"{unit}|{piece.kind}"
+                    sketches[key] = sketches[key] + part if key in sketches else part
         return sketches
 
     def buffers(self, *, share: bool = True) -> dict[str, Tensor]:
@@ -125,7 +131,7 @@ class RunRecorder:
         """Run a step of the engine with this prefix, and record it."""
         sample_marks: list[str] = []
         masks: dict[int, list[str]] = {}
-        trace = StepTrace() if len(self.steps) + 1 == self._trace_at else None
+        trace = StepTrace(slots=self._slots) if len(self.steps) + 1 == self._trace_at else None
 
         def recorded(model: nn.Module, batch: Any, number: int) -> Any:
             mark, draws = fingerprint_batch(batch), DropoutDraws(masks.setdefault(number, []))

@@ -55,6 +55,14 @@ MESH_FAULTS = (
     "copies-apart",
     "norm-not-summed",
     "bias-counted-again",
+    "experts-divided",
+    "experts-doubled",
+    "router-apart",
+    "auxiliary-loss-times",
+    "tokens-dropped",
+    "tokens-misplaced",
+    "stale-experts",
+    "experts-swapped",
 )
 """Faults of ranks that share the work: of strategies with axes, as in `faulty/nothing+tied-not-summed+pipeline2`."""
 
@@ -82,7 +90,7 @@ class Faulty(Backend):
             f: Variant(options={"fault": f}, shards=("nothing",), says=f"with the fault {f}")
             for f in FAULTS + MESH_FAULTS + RESUME_FAULTS + AVERAGE_FAULTS
         },
-        axes={"tensor": ("nothing",), "pipeline": ("nothing",), "context": ("nothing",)},
+        axes={"tensor": ("nothing",), "pipeline": ("nothing",), "context": ("nothing",), "expert": ("nothing",)},
         devices=("cpu",),
     )
 

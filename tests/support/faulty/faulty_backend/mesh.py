@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.mixtral import modeling_mixtral
 from unipar_mesh import engine as native
+from unipar_mesh.expert.exchange import Exchange
 from unipar_mesh.pipeline.stage import Arrival
 from unipar_mesh.tensor import tensor_parallel
 from unipar_mesh.tensor.sum_collectives import enter
@@ -29,6 +32,7 @@ from unipar.config import Config
 from unipar.data.microbatch_loader import MicrobatchLoader
 from unipar.data.order import MicrobatchPlan
 from unipar.distributed.world import World
+from unipar.engines.state import local_part
 
 UNPROVED = ("skip-across-cut",)
 """Faults that the proof before the first step refuses."""
@@ -180,6 +184,119 @@ def _other_columns(engine: Any) -> None:
     engine.pieces = as_cut
 
 
+def _experts_divided(engine: Any) -> None:
+    """Gradients of experts are divided by the ranks that have all of them together once more."""
+    _after_reduction(engine, lambda: [g.div_(engine.axes.expert) for g in _gradients_of_experts(engine)])
+
+
+def _gradients_of_experts(engine: Any) -> list[Tensor]:
+    return [local_part(p.grad) for p in engine._gradients_of_experts]
+
+
+def _after_reduction(engine: Any, change: Callable[[], Any]) -> None:
+    reduce = engine.finish_reduction
+
+    def finish_reduction() -> None:
+        reduce()
+        change()
+
+    engine.finish_reduction = finish_reduction
+
+
+def _experts_doubled(engine: Any) -> None:
+    """What experts have accumulated is added to itself in each further microbatch."""
+    layers = [engine.model.get_submodule(layer.name) for layer in engine.split.own_experts]
+    backward = engine.backward
+
+    def doubled(loss: Tensor) -> None:
+        for layer in layers:
+            for p in layer._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                if (so_far := p._unsharded_param.grad) is not None:
+                    so_far.mul_(2)
+        backward(loss)
+
+    engine.backward = doubled
+
+
+def _router_apart(engine: Any) -> None:
+    """Each rank takes its own gradient of the routers: the parts of the ranks are not added up."""
+    own: dict[str, Tensor] = {}
+    known: set[int] = set()
+
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        for inner, p in module.named_parameters():
+            if p.requires_grad and id(p) not in known:
+                known.add(id(p))
+                p.register_hook(partial(keep, f"{name}.{inner}"))
+
+    def keep(name: str, gradient: Tensor) -> None:
+        own[name] = own.get(name, 0.0) + gradient
+
+    for name, module in engine.model.named_modules():
+        if name.endswith((".gate", ".router")):
+            module.register_forward_pre_hook(partial(enter, name))
+
+    def restore() -> None:
+        for name, gradient in own.items():
+            local_part(engine.kept[name].grad).copy_(gradient)
+        own.clear()
+
+    _after_reduction(engine, restore)
+
+
+def _auxiliary_loss_times(engine: Any) -> None:
+    """The loss that balances experts is added up over the ranks, which each have it."""
+    once = modeling_mixtral.load_balancing_loss_func
+
+    def of_all_ranks(*args: Any, **kwargs: Any) -> Any:
+        return once(*args, **kwargs) * engine.world.size
+
+    replace_until_closed(engine, modeling_mixtral, "load_balancing_loss_func", of_all_ranks)
+
+
+def _tokens_dropped(engine: Any) -> None:
+    """Of the rows that a rank gets back the last quarter is not there."""
+    back = Exchange.back
+
+    def in_part(self: Exchange, rows: Tensor) -> Tensor:
+        out = back(self, rows)
+        return out * (torch.arange(len(out))[:, None] < 0.75 * len(out))
+
+    replace_until_closed(engine, Exchange, "back", in_part)
+
+
+def _tokens_misplaced(engine: Any) -> None:
+    """Each row that a rank gets back is taken for the next one."""
+    back = Exchange.back
+
+    def moved(self: Exchange, rows: Tensor) -> Tensor:
+        return back(self, rows).roll(1, 0)
+
+    replace_until_closed(engine, Exchange, "back", moved)
+
+
+def _stale_experts(engine: Any) -> None:
+    """Experts without tokens keep the gradient of the step before."""
+    before: list[Tensor] = []
+
+    def keep() -> None:
+        gradients = _gradients_of_experts(engine)
+        for gradient, was in zip(gradients, before, strict=False):
+            idle = gradient.view(len(gradient), -1).abs().sum(1) == 0
+            gradient[idle] = was[idle]
+        before[:] = [gradient.clone() for gradient in gradients]
+
+    _after_reduction(engine, keep)
+
+
+def _experts_swapped(engine: Any) -> None:
+    """The first rank's first two experts of each layer have each other's weights."""
+    if engine.world.rank == 0:
+        for name in engine.split.names_of_experts:
+            local = local_part(engine.kept[name].data)
+            local[:2] = local[:2].flip(0)
+
+
 PLANTS: dict[str, Callable[[Any], None]] = {
     "tied-not-summed": leave_tied_gradients_apart,
     "norm-counts-twice": _norm_counts_twice,
@@ -196,4 +313,12 @@ PLANTS: dict[str, Callable[[Any], None]] = {
     "copies-apart": _copies_apart,
     "norm-not-summed": leave_gradients_of_norms_apart,
     "bias-counted-again": _bias_counted_again,
+    "experts-divided": _experts_divided,
+    "experts-doubled": _experts_doubled,
+    "router-apart": _router_apart,
+    "auxiliary-loss-times": _auxiliary_loss_times,
+    "tokens-dropped": _tokens_dropped,
+    "tokens-misplaced": _tokens_misplaced,
+    "stale-experts": _stale_experts,
+    "experts-swapped": _experts_swapped,
 }

@@ -51,6 +51,7 @@ def export(
     from unipar.checkpoint.exporting.selection import parse_rename
     from unipar.checkpoint.exporting.writing import ExportWish, export_checkpoint
     from unipar.checkpoint.protocol.verifying import verify_checkpoint
+    from unipar.utils.procfs import anonymous_memory
     from unipar.utils.text import count_of, format_size
 
     wish = ExportWish(
@@ -64,11 +65,15 @@ def export(
         adapter=adapter,
     )
     with progress_bar("verifying") as progress:
-        contents = verify_checkpoint(checkpoint_path(path), progress=progress)
+        only_trained = trainable or to == "peft"  # frozen weights need not be there
+        contents = verify_checkpoint(checkpoint_path(path), progress=progress, beside=not only_trained)
+    before = anonymous_memory()
     with progress_bar("writing") as progress:
         done = export_checkpoint(contents, out, wish, progress)
     tensors, files = count_of(done.tensors, "tensor"), count_of(done.files, "file")
     typer.echo(f"{done.path}: {tensors}, {format_size(done.bytes)} in {files}, of step {contents.manifest.step:,}")
+    memory = [format_size(size) for size in (anonymous_memory("VmHWM"), before)]
+    typer.echo(f"host memory: {memory[0]} at the peak, {memory[1]} before the first tensor")
     if done.averages:
         taken = count_of(done.averages, "weight")
         typer.echo(f"averages of {taken}, as train.ema has kept them; --weights raw writes the weights themselves")

@@ -37,5 +37,6 @@ def verify(
         manifest = contents.manifest
         tensors = count_of(len(manifest.tensors), "tensor")
         files = count_of(len(manifest.files), "file")
-        typer.echo(f"whole: {checkpoint}: {tensors}, {format_size(manifest.bytes)} in {files}")
+        size = format_size(manifest.bytes + manifest.bytes_beside)
+        typer.echo(f"whole: {checkpoint}: {tensors}, {size} in {files}")
     raise typer.Exit(1 if broken else 0)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from unipar.config import BatchSizes, Config, Strategy
     from unipar.config.config_source import ConfigSource
     from unipar.config.sections.checkpoint import Checkpoint
+    from unipar.model.state_names import CheckpointBytes
     from unipar.training.task_facts import TaskFacts
 
 
@@ -307,7 +308,7 @@ def _derived_values(
             yield ExplainedValue("samples", depth.samples, each)
 
 
-def _explain_checkpoint(settings: Checkpoint, size: int, out: Path) -> ExplainedValue:
+def _explain_checkpoint(settings: Checkpoint, size: CheckpointBytes, out: Path) -> ExplainedValue:
     """Return the size of one checkpoint, and why: how many there are at a time, and the room for them."""
     from shutil import disk_usage
 
@@ -315,12 +316,16 @@ def _explain_checkpoint(settings: Checkpoint, size: int, out: Path) -> Explained
     from unipar.utils.text import format_size
 
     many = settings.keep + (settings.best.keep if settings.best else 0) + 1
-    why = f"weights, buffers and optimizer state, {format_size(size)}; {many} at a time are {format_size(many * size)}"
+    what = "trained weights" if size.once else "weights"
+    all_of_them = format_size(many * size.each + size.once)
+    why = f"{what}, buffers and optimizer state, {format_size(size.each)}; "
+    why += f"frozen weights, {format_size(size.once)}, once; " if size.once else ""
+    why += f"{many} at a time are {all_of_them}"
     folder = checkpoint_folder(out, settings.to)
     if isinstance(folder, Path):
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         why += f", and {there} has {format_size(disk_usage(there).free)} free"
-    return ExplainedValue("checkpoint bytes", size, why)
+    return ExplainedValue("checkpoint bytes", size.each, why)
 
 
 def _full_learning_rate(config: Config, sizes: BatchSizes) -> ExplainedValue:
