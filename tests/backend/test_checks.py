@@ -248,9 +248,9 @@ def test_a_rank_that_does_not_exist_is_not_traced(tmp_path: Path, ranks: int, ha
     """The number of ranks is known when they are settled."""
     source = chosen(tmp_path, "--set log.trace={steps:[1,2],ranks:[0,2]}")
     with pytest.raises(ConfigError) as refused:
-        refuse_absent_ranks(source, ranks)
+        refuse_absent_ranks(source.config.log.trace, ranks, source.origins)
     assert str(refused.value) == f"log.trace.ranks (--set): there is no rank 2, the run has {have}; leave it out"
-    refuse_absent_ranks(source, 3)
+    refuse_absent_ranks(source.config.log.trace, 3, source.origins)
 
 
 def test_settings_with_effect_in_a_run(tmp_path: Path) -> None:

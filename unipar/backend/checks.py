@@ -28,6 +28,7 @@ from unipar.backend.offered_strategies import (
 from unipar.backend.refusals import conditions_of, refusals_met
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Config, Precision, Section, Shard, Strategy
+from unipar.config.config import Trace
 from unipar.config.config_source import (
     INTERVALS,
     KEPT_ORIGIN,
@@ -228,18 +229,17 @@ def settle_run(
     if place is not None and place.size != ranks.number:
         raise WorldMismatch(f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python")
     local = None if place is None else place.local_size
-    refuse_absent_ranks(source, ranks.number)
+    refuse_absent_ranks(config.log.trace, ranks.number, source.origins)
     return settle_source(source, ranks.number, device, local, launched=place is not None, changes=changes), ranks
 
 
-def refuse_absent_ranks(source: CheckedSource, ranks: int) -> None:
-    """Raise ConfigError if a rank is to be traced that the run does not have."""
-    trace = source.config.log.trace
+def refuse_absent_ranks(trace: Trace | None, ranks: int, places: KeyOrigins) -> None:
+    """Raise ConfigError if a rank is to be traced that the run does not have; `places`: origins of keys."""
     if trace is not None and max(trace.ranks) >= ranks:
         have = f"{ranks} ranks, 0 to {ranks - 1}" if ranks > 1 else "one rank, 0"
+        key = "log.trace.ranks"
         raise ConfigError(
-            f"log.trace.ranks{source.place('log.trace.ranks')}: there is no rank {max(trace.ranks)}, the run has "
-            f"{have}; leave it out"
+            f"{key}{_place(places, key)}: there is no rank {max(trace.ranks)}, the run has {have}; leave it out"
         )
 
 

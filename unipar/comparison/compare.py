@@ -112,7 +112,7 @@ def compare(
     wanted = world or asked.source.config.parallel.ranks
     ranks = wanted if isinstance(wanted, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
-    refuse_absent_ranks(asked.source, ranks)
+    refuse_absent_ranks(asked.source.config.log.trace, ranks, asked.source.origins)
     asked = asked.settle_micro(tried, [ranks])
     with asked.on_machines(ranks) as asked:
         return compare_strategies(asked, ranks, strategies, asked.source.out / "compare", overwrite=overwrite, by=by)
