@@ -1,4 +1,4 @@
-"""`StepTrace`: torch.profiler around some steps of a rank, with the names of phases and collectives (`log.trace`)."""
+"""`StepTracer`: torch.profiler around some steps of a rank, with the names of phases and collectives (`log.trace`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Note(Protocol):
 
 
 @final
-class StepTrace:
+class StepTracer:
     """Trace of the steps of `log.trace` on one rank; other ranks only wait for those that are traced."""
 
     def __init__(
