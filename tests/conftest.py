@@ -118,7 +118,7 @@ def _played(config: pytest.Config) -> list[Any]:
         alone = backend_strategies.is_single_process(strategy)
         two = strategy.variant == SIZES_ONLY_VARIANT or (strategy.variant and not whole)  # two ranks show what sizes do
         sizes = (1,) if alone else (2,) if two else SIZES
-        for size in (size for size in sizes if size >= strategy.axes.ranks):
+        for size in (size for size in sizes if size % strategy.axes.fewest_ranks == 0):
             for name in select_cases(strategy, size, whole=whole):
                 case = CASES[name]
                 if size in case.sizes or (alone and case.sizes == SIZES):

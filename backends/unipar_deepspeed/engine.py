@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, final
 
 import deepspeed
@@ -76,6 +77,7 @@ class ZeroEngine(OptimizerEngine):
     """Engine of one part under ZeRO 0 to 3."""
 
     scales_on_host = True
+    traced = MappingProxyType({"_clip": "clip"})
 
     def __init__(
         self, part: Part, config: Config, world: World, backend: Backend, start: InitializeEngine = initialize_deepspeed
@@ -104,6 +106,12 @@ class ZeroEngine(OptimizerEngine):
             raise TaskError(
                 f"options.deepspeed.offload_optimizer: {options_of(config).offload_optimizer} is not available with "
                 f"{type(optimizer).__name__}, which joins matrices on the device; leave one of them out"
+            )
+        if matrices and isinstance(split, ExpertSplit):
+            raise TaskError(
+                f"parallel.expert: {split.ranks} is not available with {type(optimizer).__name__}, which updates whole "
+                "matrices: no run of DeepSpeed's AutoEP with it has been compared with one process; leave one of them "
+                "out, or use backend: native"
             )
         if self.stage and optimizer.state:
             raise TaskError(

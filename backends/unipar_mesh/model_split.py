@@ -68,7 +68,8 @@ def look_together(
         cast_to = batch_dtype(config.train.precision)
         inputs, *other_inputs = (each if cast_to is None else cast_floats(each, cast_to) for each in (batch, *others))
         facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
-        experts = find_experts(part, inputs, axes.expert) if axes.expert > 1 else ()
+        trained = replace(part, blocks=facts.blocks)  # a frozen teacher's experts stay as they are
+        experts = find_experts(trained, inputs, axes.expert) if axes.expert > 1 else ()
         with experts_left_out(part.module, experts):
             plans = _plan_tensor(part, facts, world, axes)
         full: WholeModel | WholeBlocks | None = None
@@ -201,8 +202,8 @@ class MeshSplit:
     @cached_property
     def own_experts(self) -> list[ExpertLayer]:
         """Layers of experts that this rank runs."""
-        blocks = tuple(f"{name}." for name in self.own_blocks)
-        return [layer for layer in self.experts if layer.name.startswith(blocks) or layer.name in self.own_blocks]
+        needs = self.needs[self.seat]
+        return [layer for layer in self.experts if any(name.startswith(f"{layer.name}.") for name in needs)]
 
     @cached_property
     def names_of_experts(self) -> frozenset[str]:

@@ -205,6 +205,7 @@ def test_a_trial_leaves_no_hooks() -> None:
     for _ in range(2):
         with unchanged(layer, lambda model, batch: model(batch)):
             layer(torch.ones(2))
-    assert (len(layer._forward_hooks), hasattr(layer, "hooked")) == (0, False)
+    hooks: Any = layer._forward_hooks  # pyright: ignore[reportPrivateUsage]
+    assert (len(hooks), hasattr(layer, "hooked")) == (0, False)
     layer(torch.ones(2))
-    assert len(layer._forward_hooks) == 1
+    assert len(hooks) == 1

@@ -8,19 +8,34 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
 from unipar_mesh.expert.expert_layer import ExpertLayer
 from unipar_mesh.proof.router_ties import RouterTies
 
 import unipar
-from tests.backends.test_expert_parallel import config_of
-from tests.support.expert_models import WIDTH, StackedExperts
+from tests.support.expert_models import WIDTH, OfUser, StackedExperts
 from unipar.engines.router_choices import RouterChoice
+from unipar.errors import TaskError
+
+
+def config_of(folder: Path, task: str) -> dict[str, Any]:
+    return {
+        "task": {"use": task},
+        "device": "cpu",
+        "parallel": {"data": 2, "expert": 2},
+        "batch": {"total": 8, "micro": 2},
+        "train": {"steps": 3, "optimizer": {"name": "adamw", "lr": 1e-2}, "clip": 0.5},
+        "log": {"every": 1},
+        "out": str(folder / "run"),
+    }
 
 
 @pytest.mark.usefixtures("forked")
 def test_the_proof_says_which_tokens_tie(tmp_path: Path) -> None:
     """Rounding moves a token of the proof's microbatches; the split model is no other for that."""
-    config = config_of(tmp_path, "Tied", {}, {"expert": 2})
+    config = config_of(tmp_path, "tests.support.expert_models:Tied")
     assert len(unipar.launch(config, quiet=True).losses) == 3
     logs = [(Path(config["out"]) / f"rank-{rank}.log").read_text("utf-8") for rank in (0, 1)]
     said = re.findall(
@@ -30,6 +45,38 @@ def test_the_proof_says_which_tokens_tie(tmp_path: Path) -> None:
         logs[0],
     )
     assert (len(said), logs[1].count("near-ties")) == (1, 0)
+
+
+class RankRouter(nn.Linear):
+    """Router whose scores depend on the rank."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        scores = super().forward(input)
+        return scores + (dist.get_rank() if dist.is_initialized() else 0) * torch.linspace(0, 3, scores.shape[-1])
+
+
+class ByRank(OfUser):
+    """A user's mixture with such routers."""
+
+    @override
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        for layer in net.layers:
+            layer.mixture.router = RankRouter(WIDTH, self.number)
+        return net
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_router_that_depends_on_the_rank(tmp_path: Path) -> None:
+    """The refusal says which router, and how many tokens it sends elsewhere."""
+    sentence = (
+        r"^split as planned, the model is another: a loss of .*; expert 2; on rank 1 the router before "
+        r"layers\.0\.mixture\.experts chooses other experts for \d+ of 24 tokens than on rank 0 with the full model, "
+        r"and rounding does not explain it: what it computes must not depend on the rank\. "
+    )
+    with pytest.raises(TaskError, match=sentence):
+        unipar.launch(config_of(tmp_path, f"{Path(__file__)}:ByRank"), quiet=True)
 
 
 class World:
@@ -49,7 +96,7 @@ def test_a_wider_gap_is_no_tie(weight: float, allowed: tuple[float, float]) -> N
     """Experts are those of the full model where weights are equal up to rounding; else they stay, and nothing more is
     allowed."""
     torch.manual_seed(0)
-    model = torch.nn.ModuleDict({"experts": StackedExperts(4)})
+    model = nn.ModuleDict({"experts": StackedExperts(4)})
     rows, numbers = torch.randn(2, WIDTH), torch.tensor([[0, 1], [2, 3]])
     split = torch.tensor([[0.75, 0.25], [0.75, weight]])
     full = RouterChoice(torch.tensor([[0, 1], [2, 1]]), torch.tensor([[0.75, 0.25], [0.75, 0.25]]))

@@ -87,7 +87,7 @@ class Case:
 
     def on(self, strategy: Strategy) -> bool:
         """Return whether it is played in this strategy."""
-        return (self.axes or strategy.axes.ranks == 1) and any(
+        return (self.axes or not strategy.axes.split) and any(
             fnmatchcase(str(strategy), pattern) for pattern in self.strategies
         )
 
@@ -151,7 +151,7 @@ _BLOCKS = (
     "accelerate/gradients",
     "accelerate/parameters",
 )
-_STRATEGIES_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters")
+_STRATEGIES_WITH_COPIES = ("native/optimizer", "native/gradients", "native/parameters", "native/parameters+expert2")
 _FIND_UNUSED = {"native": {"find_unused_parameters": True}, "accelerate": {"find_unused_parameters": True}}
 
 
@@ -357,8 +357,14 @@ MESH_STRATEGIES = (
     "native/parameters+tensor2", "native/nothing+tensor2+pipeline2+gpipe", "native/nothing+pipeline2+interleaved",
     "native/nothing+pipeline2+zerobubble", "deepspeed/nothing+tensor2", "deepspeed/gradients+tensor2",
     "deepspeed/parameters+tensor2", "native/nothing+tensor2+sequence",
+    "native/nothing+expert2", "deepspeed/optimizer+expert2", "native/parameters+expert2",
+    "native/nothing+tensor2+expert2", "native/optimizer+expert2", "native/nothing+expert4",
+    "native/parameters+expert4", "native/nothing+pipeline2+expert2",
 )  # fmt: skip
 """Strategies with axes of the mesh, whose sizes are open, that the suite plays."""
+
+WHOLE_ALONE = MESH_STRATEGIES[-4:]
+"""Those of them that only `make conformance` plays."""
 
 MESH_CASES = (
     "four microbatches", "two groups", "tied weights", "ragged last batch", "token weights, ragged", "unused",
@@ -369,6 +375,13 @@ MESH_CASES = (
     "whole matrices of its own", "rmsprop", "weights from a file",
 )  # fmt: skip
 """Cases that `make test` plays in one of the first three of them, in the smallest world; a few also in the others."""
+
+EXPERT_CASES = {
+    "native/nothing+expert2": (
+        "frozen teacher", "blocks recomputed", "bf16-mixed", "fp64", "averaged", "evaluation in the middle",
+    ),
+}  # fmt: skip
+"""Cases that `make test` plays in a strategy of experts, besides those of each strategy with axes."""
 
 MESH_EVERYWHERE = (*EVERYWHERE, "token weights, ragged", "muon")
 
@@ -390,6 +403,11 @@ OURS = ("single", "native", "deepspeed", "horovod", "accelerate")
 def blocks_for(strategy: Strategy) -> int:
     """Return how many blocks the models have in a strategy: as many as its stages, and at least two."""
     return max(2, strategy.axes.stages)
+
+
+def experts_for(strategy: Strategy) -> int:
+    """Return how many experts each block of the models has in a strategy."""
+    return 4 if strategy.axes.expert > 1 else 0
 
 
 def dtype_of(case: Case) -> torch.dtype:

@@ -50,7 +50,7 @@ class StrategyRunner:
     def __init__(self, folder: Path, forks: Forks) -> None:
         self._folder, self._forks = folder, forks
         self._done: dict[tuple[Strategy, int, str], list[dict[str, Any]] | UniparError] = {}
-        self._plain: dict[tuple[str, int, int], Result] = {}
+        self._plain: dict[tuple[str, int, int, int], Result] = {}
         self.listens: dict[tuple[Strategy, int], list[str]] = {}
         self.left_in_shared_memory: dict[tuple[Strategy, int], set[str]] = {}
         self.wanted: dict[tuple[Strategy, int], list[str]] = {}
@@ -114,16 +114,16 @@ class StrategyRunner:
                 return
         shutil.rmtree(run)
 
-    def plain(self, name: str, size: int, blocks: int) -> Result:
-        """One process, computed once for all strategies whose models have so many blocks."""
-        key = (name, size if CASES[name].micro else 1, blocks)
+    def plain(self, name: str, size: int, blocks: int, experts: int) -> Result:
+        """One process, computed once for all strategies whose models have so many blocks, and experts in each."""
+        key = (name, size if CASES[name].micro else 1, blocks, experts)
         if key not in self._plain:
-            before = tasks.BLOCKS[0]
-            tasks.BLOCKS[0] = blocks
+            before = tasks.BLOCKS[0], tasks.EXPERTS[0]
+            tasks.BLOCKS[0], tasks.EXPERTS[0] = blocks, experts
             try:
                 self._plain[key] = train_by_hand(CASES[name], size)
             finally:
-                tasks.BLOCKS[0] = before  # other tests of this process train these tasks, too
+                tasks.BLOCKS[0], tasks.EXPERTS[0] = before  # other tests of this process train these tasks, too
         return self._plain[key]
 
 

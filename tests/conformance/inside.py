@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.conformance import tasks
-from tests.conformance.cases import BITS, CASES, EVERYWHERE, Case, blocks_for
+from tests.conformance.cases import BITS, CASES, EVERYWHERE, Case, blocks_for, experts_for
 from tests.conformance.generation import Generating
 from unipar.backend import Piece, Read, Region, registry
 from unipar.backend.checks import settle
@@ -40,7 +40,7 @@ def run(place: Place, folder: Path, control: socket.socket | None) -> None:
     torch.set_num_threads(1)
     told = json.loads((folder / "cases.json").read_text("utf-8"))
     strategy, names = Strategy.parse(told["strategy"]), told["cases"]
-    tasks.BLOCKS[0] = blocks_for(strategy)
+    tasks.BLOCKS[0], tasks.EXPERTS[0] = blocks_for(strategy), experts_for(strategy)
     first = CASES[names[0] if CASES[names[0]].apart else "one microbatch"].config(strategy, told["size"])
     world = registry.find_backend(strategy.backend).join(first, place)
     heartbeat = HeartbeatWriter(heartbeat_path(folder, place.rank))

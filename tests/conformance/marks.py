@@ -41,13 +41,26 @@ FSDP2 = ("native/gradients", "native/parameters", "accelerate/gradients", "accel
 
 PIPELINES = ("native/*+pipeline*", "native/*+tensor*+pipeline*")
 FIXED_SHAPES = ("native/*+interleaved", "native/*+zerobubble")
-AXES = (*PIPELINES, "native/*+tensor*", "native/*+context*")
+EXPERTS, EXPERTS_OF_DEEPSPEED = "native/*+expert*", "deepspeed/*+expert*"
+AXES = (*PIPELINES, "native/*+tensor*", "native/*+context*", EXPERTS)
 TENSOR = ("native/*+tensor*", "deepspeed/*+tensor*", "accelerate/*+tensor*")
 
 MARKS = (
     Mark("never", TENSOR, ("muon*",), "Unsupported", "each rank has a part of each matrix"),
     Mark("never", TENSOR, ("moments of 8 bits*",), "Unsupported", "each rank has a part of most blocks"),
     Mark("never", TENSOR, ("whole matrices*",), "TaskError", "each rank has a part of each matrix"),
+    Mark("never", (EXPERTS, EXPERTS_OF_DEEPSPEED), ("generation by the whole model", "convolution", "one parameter"),
+         "TaskError", "its model has no experts"),
+    Mark("never", (EXPERTS_OF_DEEPSPEED,), ("muon*",), "Unsupported",
+         "AutoEP keeps each gate_up_proj as two parameters, whose matrices are halves"),
+    Mark("notimpl", (EXPERTS_OF_DEEPSPEED,), ("moments in bf16*", "*compiled"), "Unsupported",
+         "no such run of DeepSpeed's AutoEP has been compared with one process"),
+    Mark("notimpl", (EXPERTS_OF_DEEPSPEED,), ("whole matrices*",), "TaskError",
+         "no such run of DeepSpeed's AutoEP has been compared with one process"),
+    Mark("notyet", (EXPERTS,), ("scalar parameter",), "TaskError",
+         "FSDP2 does not take parameters without dimensions"),
+    Mark("notimpl", (EXPERTS,), ("two machines",), "Unsupported",
+         "experts are sharded over the ranks that have the same ones, wherever these are"),
     Mark("never", PIPELINES, ("three forwards", "frozen teacher", "averaged beside a frozen teacher"), "TaskError",
          "a stage runs its blocks once in each loss"),
     Mark("never", ("native/*+context*",), ("contrastive", "contrastive, fp64", "contrastive, bf16-mixed"), "TaskError",
@@ -69,8 +82,8 @@ MARKS = (
          "blocks are split in place, so that no rank can have the whole model"),
     Mark("never", AXES, ("one parameter",), "TaskError", "a mesh splits blocks"),
     Mark("never", AXES, ("several parts", "several parts, *[!r]"), "TaskError", "a mesh splits one model"),
-    Mark("never", ("deepspeed/*+tensor*",), ("several parts", "several parts, *[!r4]"), "TaskError",
-         "a mesh splits one model"),
+    Mark("never", ("deepspeed/*+tensor*", EXPERTS_OF_DEEPSPEED), ("several parts", "several parts, *[!r4]"),
+         "TaskError", "a mesh splits one model"),
     Mark("never", ("deepspeed/nothing+tensor*",), ("several parts, fp64",), "TaskError", "a mesh splits one model"),
     Mark("never", AXES, ("*bf16-master*",), "Unsupported",
          "the mesh has no fp32 masters beside bf16 parameters"),
@@ -86,10 +99,10 @@ MARKS = (
     Mark("notyet", ("deepspeed/*+tensor*",), ("model compiled",), "Unsupported",
          "torch cannot compile AutoTP's layers"),
     Mark("never", PIPELINES, ("model compiled",), "Unsupported", "a stage leaves the model in the middle"),
-    Mark("notimpl", ("native/*+tensor*", "native/*+context*"), ("*compiled",), "Unsupported",
+    Mark("notimpl", ("native/*+tensor*", "native/*+context*", EXPERTS), ("*compiled",), "Unsupported",
          "calls inside blocks are changed, which a compiled block does not see"),
-    Mark("never", ("native/parameters", "accelerate/parameters"), ("block read in the loss",), "TaskError",
-         "FSDP2 gathers a block's parameters for that block's forward alone"),
+    Mark("never", ("native/parameters", "native/parameters+expert*", "accelerate/parameters"),
+         ("block read in the loss",), "TaskError", "FSDP2 gathers a block's parameters for that block's forward alone"),
     Mark("notyet", (*FSDP2, "deepspeed/*", "accelerate/*+zero"), ("scalar parameter",), "TaskError",
          "FSDP2 and DeepSpeed do not take parameters without dimensions"),
     Mark("never", ("native/nothing", "native/optimizer", "accelerate/nothing"), ("unused at times, unsaid",),
@@ -104,10 +117,10 @@ MARKS = (
           "moments in bf16, bf16-master"),
          "Unsupported",
          "one copy of the parameters: no fp32 master beside bf16 ones"),
-    Mark("notimpl", ("deepspeed/*+tensor*",), ("*bf16-master*",), "Unsupported",
+    Mark("notimpl", ("deepspeed/*+tensor*", EXPERTS_OF_DEEPSPEED), ("*bf16-master*",), "Unsupported",
          "the proof compares with an fp32 model, and DeepSpeed keeps bf16 parameters"),
-    Mark("never", (*FSDP2, "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "accelerate/*+zero"),
-         ("unused on one rank",), "WorkerFailed",
+    Mark("never", (*FSDP2, "deepspeed/optimizer", "deepspeed/gradients", "deepspeed/parameters", "accelerate/*+zero",
+                   EXPERTS, EXPERTS_OF_DEEPSPEED), ("unused on one rank",), "WorkerFailed",
          "ranks that reduce different gradients cannot meet; compute it everywhere times 0.0", sizes=(2,)),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from tests.conformance.cases import (
     CASES,
     COMPILED,
     EVERYWHERE,
+    EXPERT_CASES,
     MAIN_CASES,
     MESH_CASES,
     MESH_EVERYWHERE,
@@ -19,6 +20,7 @@ from tests.conformance.cases import (
     SIZES_ONLY_VARIANT,
     THIN,
     VARIANTS,
+    WHOLE_ALONE,
 )
 from tests.conformance.marks import MARKS
 from unipar.backend import offered_strategies as backend_strategies
@@ -35,13 +37,16 @@ def select_cases(strategy: Strategy, size: int, *, whole: bool) -> list[str]:
     all cases in worlds of two, some in others.
     """
     names: Collection[str] = CASES
-    if strategy.axes.ranks > 1 and not whole:
+    if str(strategy) in WHOLE_ALONE and not whole:
+        names = ()
+    elif strategy.axes.split and not whole:
         copies = 2 if strategy.shard == "parameters" else 1  # of which each keeps a part of the parameters
         if str(strategy) in MESH_STRATEGIES[:3] and size == 2:
             turn = MESH_STRATEGIES.index(str(strategy))
             names = [name for i, name in enumerate(MESH_CASES) if name in MESH_EVERYWHERE or i % 3 == turn]
-        elif size == copies * strategy.axes.ranks:
+        elif size == copies * strategy.axes.fewest_ranks:
             names = _short_cases(MESH_STRATEGIES.index(str(strategy)), 2 if size == 2 else 1)
+            names |= set(EXPERT_CASES.get(str(strategy), ()))
         else:
             names = ()
     elif not whole and size == 2:

@@ -20,6 +20,9 @@ V, D, T = 29, 16, 8
 BLOCKS = [2]
 """Number of blocks of the models: a strategy with more stages needs more."""
 
+EXPERTS = [0]
+"""Number of experts in each block of the models: none where a strategy splits no experts."""
+
 
 class Batch(NamedTuple):
     tokens: Tensor
@@ -60,19 +63,38 @@ class Noisy(Dataset[tuple[Tensor, int]]):
         return (tokens + shift) % V, length
 
 
+def mixture() -> tuple[nn.Module, Any]:
+    """Return a layer of experts of transformers, and its config.
+
+    Its router chooses clearly, and experts add little, so that tokens which rounding sends elsewhere change little.
+    """
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(hidden_size=D, intermediate_size=D, num_local_experts=EXPERTS[0], num_experts_per_tok=2)
+    layer = MixtralSparseMoeBlock(config)
+    for name, p in layer.named_parameters():
+        nn.init.normal_(p, std=0.5 if name == "gate.weight" else 0.12)
+    return layer, config
+
+
 class Block(nn.Module):
     seen: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(3 * D, D)
+        self.mixture: nn.Module | None = None
+        if EXPERTS[0]:
+            self.mixture, self.config = mixture()
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x)
         h = self.norm(x)[:, None]
         past = F.scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0]
-        return x + self.down(F.gelu(self.up(past)))
+        x = x + self.down(F.gelu(self.up(past)))
+        return x if self.mixture is None else x + self.mixture(self.norm(x))
 
 
 class Tiny(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from tests.conformance.cases import CASES, OURS, SIZES, Case, blocks_for
+from tests.conformance.cases import CASES, OURS, SIZES, Case, blocks_for, experts_for
 from tests.conformance.conftest import CaseResult, StrategyRunner
 from tests.conformance.generation import Generating
 from tests.conformance.local import train_locally_by_hand
@@ -70,7 +70,8 @@ def test_agrees(hall: StrategyRunner, strategy: Strategy, size: int, case: str) 
         assert near.params is not None
         assert all(torch.allclose(t, by_hand["params"][n], atol=near.params, rtol=0) for n, t in got.params.items())
         return
-    got, one = hall.result(strategy, size, case), hall.plain(case, size, blocks_for(strategy))
+    got = hall.result(strategy, size, case)
+    one = hall.plain(case, size, blocks_for(strategy), experts_for(strategy))
     assert got.losses == pytest.approx(one.losses, abs=near.loss, rel=0)
     assert list(got.parts) == list(reversed(one.parts))  # as model() names them; by hand, as they step
     for part, losses in one.parts.items():

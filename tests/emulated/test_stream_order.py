@@ -167,6 +167,9 @@ x.tolist()
 torch.tensor([1.0], device="cuda")
 torch.cuda.synchronize()
 torch.cuda.Event().synchronize()
+counts = x.long()
+counts.repeat_interleave(counts)
+counts.repeat_interleave(counts, output_size=3)
 result = True
 """)
     waits = [(f.text, f.where[0].rpartition(":")[2]) for f in run.findings if f.kind == "wait"]
@@ -176,6 +179,7 @@ result = True
         ("copy to the host", "6"),
         ("copy from pageable memory", "7"),
         ("device", "8"),
+        ("repeat_interleave", "11"),
     ]
 
 

@@ -228,7 +228,19 @@ def settle_run(
     if place is not None and place.size != ranks.number:
         raise WorldMismatch(f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python")
     local = None if place is None else place.local_size
+    refuse_absent_ranks(source, ranks.number)
     return settle_source(source, ranks.number, device, local, launched=place is not None, changes=changes), ranks
+
+
+def refuse_absent_ranks(source: CheckedSource, ranks: int) -> None:
+    """Raise ConfigError if a rank is to be traced that the run does not have."""
+    trace = source.config.log.trace
+    if trace is not None and max(trace.ranks) >= ranks:
+        have = f"{ranks} ranks, 0 to {ranks - 1}" if ranks > 1 else "one rank, 0"
+        raise ConfigError(
+            f"log.trace.ranks{source.place('log.trace.ranks')}: there is no rank {max(trace.ranks)}, the run has "
+            f"{have}; leave it out"
+        )
 
 
 def settle_source(
@@ -370,6 +382,12 @@ def _idle_settings(source: CheckedSource, launcher: str) -> Iterator[str]:
                 f"{key}{source.place(key)}: {every} is beyond the last step, train.steps{source.place('train.steps')}: "
                 f"{steps}; lower it, or leave it out"
             )
+    trace = config.log.trace
+    if trace is not None and steps is not None and trace.steps[1] > steps:
+        yield (
+            f"log.trace.steps{source.place('log.trace.steps')}: {list(trace.steps)} ends beyond the last step, "
+            f"train.steps{source.place('train.steps')}: {steps}; choose steps from 1 to {steps}, or leave log.trace out"
+        )
     for key in ("batch.memory", "batch.headroom"):
         if key in explicit and value_at(config, key) is not None and not batch.is_auto:
             yield (

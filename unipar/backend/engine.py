@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, Union
 
 from typing_extensions import override
 
@@ -174,6 +174,9 @@ class Read(Protocol):
 
 class Engine(ABC):
     """One model in training in one process. All ranks call every method together."""
+
+    traced: ClassVar[Mapping[str, str]] = {}
+    """Methods of this class that a trace of a step shows, with their names there (`log.trace`)."""
 
     @abstractmethod
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:

@@ -39,6 +39,7 @@ COMMANDS = {
     "jobs": "machines.jobs:build_jobs_group",
     "runs": "report:print_runs",
     "report": "report:report",
+    "trace": "trace:print_traces",
     "verify": "verify:verify",
     "observe": "observe:observe",
     "checkpoint": "checkpoint.group:build_group",

@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from unipar.backend import registry
@@ -55,7 +56,8 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
             witness = MarksRecorder(live)
         live.record(live.steps)
         live.work.keeps_weights, live.work.in_logged_steps = True, False
-        live.at_boundary(_TurnControl(live, control, watching, witness, run))
+        turns = _TurnControl(live, control, watching, witness, run)
+        live.at_boundary(turns)
         try:
             task.train(live)
         except Exception as e:
@@ -63,6 +65,8 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
             raise
         if live.done < live.steps:
             raise TaskError(f"train(run) ended after {live.done} of {live.steps} steps")
+        if live.config.log.trace is not None:
+            live.note("untraced", seconds=median(turns.timed))
         results = live.recorded_steps() | {"work": live.work.rank_work().model_dump(mode="json")}
         rank_results_path(run, place.rank).write_text(json.dumps(results), encoding="utf-8")
 
@@ -104,14 +108,19 @@ class _TurnControl:
         self._waits_recorded = False
         """Whether waiting was measured in a step in which memory was recorded: such a step is better than a warm-up."""
 
+        trace = run.config.log.trace
+        self._traced = trace.numbers if trace is not None else range(0)
         self._seconds: list[float] = []
+        self.timed: list[float] = []
+        """Seconds of the timed steps that were not traced, if any is traced."""
+
         self._began: float | None = None
 
     def __call__(self, done: int) -> None:
         self._run.work.take_wait(keep=True)
         if self._began is not None:
             synchronize(self._run.device)  # it has finished the step
-            self._seconds.append(time.perf_counter() - self._began)
+            self._add_seconds(done, time.perf_counter() - self._began)
             self._steps_left -= 1
         if self._in_memory_pass and self._watching is not None:
             self._run.work.count_compiling(on=True)
@@ -131,6 +140,14 @@ class _TurnControl:
         elif self._measures_waits:
             self._begin_measured_step()
         self._began = time.perf_counter()
+
+    def _add_seconds(self, step: int, seconds: float) -> None:
+        """Note the seconds of a step, unless it was traced, which takes time."""
+        if step in self._traced:
+            return
+        self._seconds.append(seconds)
+        if self._traced and not self._in_memory_pass and not self._measures_waits:
+            self.timed.append(seconds)
 
     def _measure_waits(self, how: RecordingPass) -> None:
         """Measure waiting in a step in which memory is recorded without slowing it; on CUDA the warm-up must do."""

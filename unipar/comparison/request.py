@@ -61,7 +61,25 @@ class TurnSchedule:
         spare = steps - warmup - repeat if memory else 0
         watched = tuple(sorted(PASSES_BY_IMPORTANCE[:spare], key=PASSES_IN_ORDER.index))
         each, more = divmod(steps - warmup - len(watched), repeat)
-        return cls(warmup, tuple(each + (i < more) for i in range(repeat)), watched)
+        turns = cls(warmup, tuple(each + (i < more) for i in range(repeat)), watched)
+        turns.check_trace(config)
+        return turns
+
+    def check_trace(self, config: Config) -> None:
+        """Raise ConfigError unless steps to be traced are in one timed round, and leave some of it to be timed."""
+        if (trace := config.log.trace) is None:
+            return
+        begin, rounds = self.warmup + len(self.memory_passes) + 1, list[range]()
+        for steps in self.rounds:
+            rounds.append(range(begin, begin + steps))
+            begin += steps
+        first, last = trace.steps
+        if not any(first in steps and last in steps and last - first + 1 < len(steps) for steps in rounds):
+            named = ", ".join(f"{steps[0]} to {steps[-1]}" for steps in rounds)
+            raise ConfigError(
+                f"log.trace.steps: [{first}, {last}] must be within one timed round of steps, and fewer than it has: "
+                f"the rounds are {named}; choose others, a larger train.steps, or leave log.trace out"
+            )
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from unipar.config.sections.batch import Batch
 from unipar.config.sections.checkpoint import Checkpoint
@@ -88,6 +88,38 @@ class Eval(Section):
         return self
 
 
+MOST_TRACED_STEPS: Final = 50
+"""Largest number of steps in a trace, which holds every operator of each of them."""
+
+
+class Trace(Section):
+    """Config section `log.trace`: a trace of some steps by torch.profiler."""
+
+    steps: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
+    """First and last step of the trace, as numbers of the training: [10, 12] are three steps."""
+
+    ranks: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] = (0,)
+    """Ranks that write a trace, each into trace/rank-N.json.gz of the run folder."""
+
+    @field_validator("steps")
+    @classmethod
+    def _are_steps(cls, steps: tuple[int, int]) -> tuple[int, int]:
+        first, last = steps
+        if first > last:
+            raise ValueError(f"the first step ({first}) is after the last one ({last}): write [{last}, {first}]")
+        if last - first >= MOST_TRACED_STEPS:
+            raise ValueError(
+                f"{first} to {last} are {last - first + 1} steps, and a trace of more than {MOST_TRACED_STEPS} is too "
+                f"large to be opened: write [{first}, {first + 2}]"
+            )
+        return steps
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the traced steps."""
+        return range(self.steps[0], self.steps[1] + 1)
+
+
 class Log(Section):
     """Config section `log`."""
 
@@ -99,6 +131,9 @@ class Log(Section):
 
     memory: bool = False
     """Whether memory is recorded in logged steps: what each rank allocates in each phase, and for what."""
+
+    trace: Trace | None = None
+    """Trace of some steps, for Perfetto, and its ten largest entries as text (`unipar trace`); null: none."""
 
 
 class Launch(Section):

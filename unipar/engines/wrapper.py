@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from math import inf, prod
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -49,6 +50,10 @@ class WrapperEngine(OptimizerEngine):
 
     copies: int = 1
     """Number of whole copies of a split model that the parts of all ranks make together."""
+
+    traced = MappingProxyType(
+        {"finish_reduction": "reduction", "norm": "clip", "norm_in_fp64": "clip", "update": "optimizer"}
+    )
 
     splits_states_by_tensor: bool = False
     """Whether every rank has all weights, while the optimizer's state of each weight is on one rank only."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
 from unipar.model.weight_file import describe_loaded_weights
+from unipar.results.run_traces import HOW_TO_OPEN, list_traces
 from unipar.run_folder.checkpoint_lines import describe_checkpoint_event
 from unipar.run_folder.heartbeat import MEASURING, READING_ON, Heartbeat, LongWork, read_heartbeat
 from unipar.run_folder.layout import debugger_path, debugging_path, heartbeat_path, run_log_path, stdout_path
@@ -183,6 +184,11 @@ class Progress:
             self.say(f"{row['what']}: {row['why']}")
         elif row["event"] in ("training mode", "data", "tracker", "memory", "read on"):
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
+        elif row["event"] == "trace":
+            for trace in list_traces({0: [row]}, self._run):
+                self.say(f"trace: {trace.table(79)}\n{relative_path(trace.file)}: {HOW_TO_OPEN}")
+        elif row["event"] == "no trace":
+            self.say(f"no trace: {row['said']}")
         elif row["event"] == "config":
             shown, left = row["said"][:MOST_CHANGES], len(row["said"]) - MOST_CHANGES
             for line in [*shown, *([f"{left} more, in launch.json"] if left > 0 else [])]:

@@ -144,38 +144,30 @@ class TaskDraft:
             yield [head, *self._gap(f"return a batch, as {_class_of(collate)} makes it")]
             return
         self._take(taken)
-        last = taken.lines[-1].removeprefix("return ")
-        lines = [*taken.lines[:-1], f"return ({last})(samples)"]
-        yield [head, self._origin(taken), *(f"    {line}" for text in lines for line in text.splitlines())]
+        taken.lines.append(f"return ({taken.lines.pop().removeprefix('return ')})(samples)")
+        yield [head, *self._body(taken)]
 
     def _loss_method(self) -> list[str]:
         head, recipe = "def loss(self, model, batch):", self._recipe
-        loss = recipe.loss
+        loss, source = recipe.loss, self._source
+        accumulates = max(self._rank.backwards, default=1) > 1
+        code = None
+        if loss is not None and source is not None:
+            code = source.loss_at(loss.place.line, loss.models, loss.others, accumulates=accumulates)
         what = "return the mean loss over the batch"
-        if "labels" in recipe.batch_keys and self._calls_by_library():
+        if "labels" in recipe.batch_keys and code is None:  # a library calls backward
             why = "    # guess: the batch has labels, so that the model returns the loss"
             return [head, why, "    return model(**batch).loss"]
-        if loss is None or self._source is None or loss.place.file != recipe.script:
+        if loss is None or code is None or loss.place.file != recipe.script:
             where = f", as before line {loss.place.line} of {Path(loss.place.file).name}" if loss else ""
             return [head, *self._gap(f"{what}{where}")]
-        accumulates = max(self._rank.backwards, default=1) > 1
-        code = self._source.loss_at(loss.place.line, loss.models, loss.others, accumulates=accumulates)
-        if code is None:
-            return [head, *self._gap(f"{what}, as before line {loss.place.line} of {self.script}")]
-        body = [f"    {line}" for text in code.lines for line in text.splitlines()]
+        origin, *body = self._body(code)
         if code.missing:
             quoted = [f"    # {line.strip()}" for line in body]
             names = ", ".join(dict.fromkeys(code.missing))
-            return [head, self._origin(code), *quoted, *self._gap(f"{what}; not known here: {names}")]
+            return [head, origin, *quoted, *self._gap(f"{what}; not known here: {names}")]
         self._take(code)
-        return [head, self._origin(code), *body]
-
-    def _calls_by_library(self) -> bool:
-        """Return whether a library calls backward, so that the script has no line for the loss."""
-        loss = self._recipe.loss
-        if loss is None or self._source is None:
-            return True
-        return self._source.loss_at(loss.place.line, loss.models, loss.others, accumulates=False) is None
+        return [head, origin, *body]
 
     def _optimizer_methods(self) -> Iterator[list[str]]:
         recipe = self._recipe
@@ -217,9 +209,8 @@ class TaskDraft:
         code = self._value_of(thing, call)
         if code is None:
             return None
-        body = [f"    {line}" for text in code.lines for line in text.splitlines()]
         self._take(code)
-        return [self._origin(code), *body]
+        return self._body(code)
 
     def _value_of(self, thing: SeenObject, call: str = "") -> TakenCode | None:
         made = thing.made
@@ -231,9 +222,10 @@ class TaskDraft:
             code = self._source.argument_of(call) if call else None
         return None if code is None or code.missing else code
 
-    def _origin(self, code: TakenCode) -> str:
+    def _body(self, code: TakenCode) -> list[str]:
+        """Return lines of the script as those of a method, the first of which says where they come from."""
         lines = f"line {code.first}" if code.first == code.last else f"lines {code.first} to {code.last}"
-        return f"    # guess: {lines} of {self.script}"
+        return [f"    # guess: {lines} of {self.script}", *textwrap.indent("\n".join(code.lines), "    ").splitlines()]
 
     def _take(self, code: TakenCode) -> None:
         """Import and copy what lines of the script need."""

@@ -129,11 +129,9 @@ class ScriptSource:
         """
         path = list(self._path_to(line))
         call = next((c for node in ast.walk(self._tree) if _contains(node, line) for c in _backward_calls(node)), None)
-        loss = None if call is None else _loss_of(call)
         if call is None:
             return None
-        if loss is None:
-            return None
+        loss = _loss_of(call)
         loops = [node for node in path if isinstance(node, ast.For | ast.While)]
         scope = loops[-1].body if loops else path[-2].body if len(path) > 1 and hasattr(path[-2], "body") else []  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
         before = [s for s in self._statements_of(scope) if (s.end_lineno or s.lineno) < call.lineno]  # pyright: ignore[reportUnknownArgumentType]
@@ -263,7 +261,7 @@ class ScriptSource:
         place = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
         for caller in self._callers:
             for node in ast.walk(self._tree):
-                if not (isinstance(node, ast.Call) and _contains_call(node, caller.line)):
+                if not (isinstance(node, ast.Call) and _contains(node, caller.line)):
                     continue
                 if _name_of(node.func) != function.name:
                     continue
@@ -310,11 +308,7 @@ class _Rename(ast.NodeTransformer):
 
 
 def _contains(node: ast.AST, line: int) -> bool:
-    return isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
-
-
-def _contains_call(node: ast.Call, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
+    return isinstance(node, ast.stmt | ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _names_in(node: ast.AST) -> set[str]:
@@ -375,7 +369,7 @@ def _backward_calls(node: ast.AST) -> Iterator[ast.Call]:
                 yield inner
 
 
-def _loss_of(call: ast.Call) -> ast.expr | None:
+def _loss_of(call: ast.Call) -> ast.expr:
     """Return the loss of `loss.backward()`, `scaler.scale(loss).backward()` or `library.backward(loss)`."""
     assert isinstance(call.func, ast.Attribute)
     if call.args:

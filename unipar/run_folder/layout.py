@@ -50,6 +50,11 @@ def collectives_path(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.collectives.json"
 
 
+def trace_path(run: Path, rank: int) -> Path:
+    """Return the path of a rank's trace, for Perfetto."""
+    return run / "trace" / f"rank-{rank}.json.gz"
+
+
 def log_path(run: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return run / f"rank-{rank}.log"

@@ -102,10 +102,12 @@ def open_run(
         _keep_state(live, run, launched, chosen)
         if watcher is not None:
             _attach_step_memory(live, watcher)
+        _attach_trace(live, run, heartbeat, failed)
         gc.collect()  # frees what is in reference cycles: rank 0's whole model, if it was split
         try:
             yield live
         except Stopped:
+            live.end_trace()
             run_log.note("stopped", step=live.done, why=stop_reason())
             trackers.close()
             raise
@@ -225,6 +227,23 @@ def _attach_step_memory(run: TrainingRun, watcher: StepMemory) -> None:
         with watcher.reading():
             run.loader  # noqa: B018 - made here, its memory is not counted as the model's
     run.attach_step_memory(watcher)
+
+
+def _attach_trace(run: TrainingRun, folder: Path, heartbeat: HeartbeatWriter, failed: ExitStack) -> None:
+    """Trace the steps of `log.trace`, if it is given; its modules are imported only then. `failed`: after an error."""
+    settings = run.config.log.trace
+    if settings is None:
+        return
+    first, last = settings.steps
+    if run.done >= last:
+        run.note("no trace", said=f"the run goes on after step {run.done}, and log.trace.steps are [{first}, {last}]")
+        return
+    from unipar.training.tracing.step_trace import StepTrace
+
+    engines = [part.engine for part in run.parts.values()]
+    trace = StepTrace(settings, run.world, folder, heartbeat, engines, run.note, memory=run.config.log.memory)
+    failed.callback(trace.drop)
+    run.attach_trace(trace)
 
 
 @contextmanager

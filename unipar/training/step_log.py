@@ -21,6 +21,7 @@ from unipar.training.trained_parts import (
 
 if TYPE_CHECKING:
     from unipar.memory.recording.memory_log import StepMemory
+    from unipar.training.tracing.step_trace import StepTrace
 
 
 @final
@@ -34,6 +35,13 @@ class StepLog:
         self._weight: float | None = None
         self._since = time.perf_counter()
         self._memory: StepMemory | None = None
+        self._trace: StepTrace | None = None
+        self._seconds_of_row: float | None = None
+        """Seconds of a step in the last row, unless that is the first step's."""
+
+        self.traces = False
+        """Whether this step is traced."""
+
         self._reasons: set[tuple[str, str]] = set()
         self._counted: dict[str, Any] = {}
         """Operations of a step, until a row has them."""
@@ -47,8 +55,14 @@ class StepLog:
         """Record the memory of logged steps by `recorder`."""
         self._memory = recorder
 
+    def attach_trace(self, trace: StepTrace) -> None:
+        """Trace the steps that `trace` names."""
+        self._trace = trace
+
     def before_step(self, number: int, steps: int) -> None:
-        """Begin to record memory and waiting if step `number` of `steps` will be logged."""
+        """Begin to trace step `number` of `steps` if that is asked for, and to record it if it will be logged."""
+        if self._trace is not None and number in self._trace.steps:
+            self._begin_traced(self._trace, number)
         logs = self._since_log + 1 == self._every or number == steps or number == 1
         if self._memory is None and not self._observer.observes and not (logs and self._observer.in_logged_steps):
             return
@@ -59,6 +73,29 @@ class StepLog:
         if self._observer.in_logged_steps:
             self._observer.begin(measure=logs)
         self._since += time.perf_counter() - at  # not counted as time of a step
+
+    def _begin_traced(self, trace: StepTrace, number: int) -> None:
+        at = time.perf_counter()
+        if not trace.active:
+            trace.begin(number, (at - self._since) / self._timed if self._timed else self._seconds_of_row)
+        trace.before(number)
+        self.traces = True
+        self._since += time.perf_counter() - at
+
+    def after_traced_step(self, number: int) -> None:
+        """End the trace of step `number`; after the last one, write what was traced."""
+        assert self._trace is not None
+        at = time.perf_counter()
+        self._trace.after(number)
+        self.traces = False
+        if not self._trace.active:
+            self._trace = None
+        self._since += time.perf_counter() - at
+
+    def end_trace(self) -> None:
+        """Write what was traced if the run ends before the last step of its trace; other ranks do not wait."""
+        if self._trace is not None:
+            self._trace.end(together=False)
 
     def count(self, local_batch: LocalBatch, number: int, steps: int) -> bool:
         """Count the local batch of step `number` of `steps`; return whether that is logged."""
@@ -78,6 +115,7 @@ class StepLog:
         if experts := collect_expert_tokens(parts):
             row["experts"] = experts
         self._since_log = self._timed = self._all_samples = 0
+        self._seconds_of_row = row["seconds"] if number > 1 else None
         self._weight = None
         if self._memory is not None:
             row["memory"] = [phase.model_dump(exclude={"largest"}) for phase in self._memory.after()]
@@ -141,5 +179,6 @@ class StepLog:
         self._run_log.note(event, **fields)
 
     def close(self) -> None:
-        """Close the trackers."""
+        """End the trace and close the trackers."""
+        self.end_trace()
         self._trackers.close()

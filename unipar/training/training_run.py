@@ -41,6 +41,7 @@ from unipar.training.watch.state_watch import StateWatch
 
 if TYPE_CHECKING:
     from unipar.memory.recording.memory_log import StepMemory
+    from unipar.training.tracing.step_trace import StepTrace
 
 BatchObserver = Callable[[Sequence[tuple[Any, MicrobatchPlan]]], None]
 """Function that is called with this rank's microbatches of a step, and their plans."""
@@ -363,6 +364,14 @@ class TrainingRun(Run):
         """Record the memory of logged steps by `recorder`."""
         self._log.attach_memory(recorder)
 
+    def attach_trace(self, trace: StepTrace) -> None:
+        """Trace the steps that `trace` names."""
+        self._log.attach_trace(trace)
+
+    def end_trace(self) -> None:
+        """Write what was traced so far; called where the run stops."""
+        self._log.end_trace()
+
     def finish(self) -> None:
         """Report the last steps and close the trackers; called after the loop."""
         self._end_local_batch()
@@ -420,6 +429,8 @@ class TrainingRun(Run):
                 times = "once" if self._choice.alone else "at most once for each part, and for at least one part"
                 taken = f"the loop called run.step {self.done - before} times for one local batch"
                 raise TaskError(f"{taken}; call it {times}, with that local batch")
+            if self._log.traces:
+                self._log.after_traced_step(self.done)
             if every and self.done % every == 0:
                 self.evaluate()
         if self._boundary_hook is not None:
@@ -458,6 +469,12 @@ def _require_step(config: Config, steps: int) -> None:
                 f"{key}: {every} is beyond the last step: train.epochs: {config.train.epochs} are {steps} steps; lower "
                 "it, or leave it out"
             )
+    trace = config.log.trace
+    if config.train.epochs is not None and trace is not None and trace.steps[1] > steps:
+        raise ConfigError(
+            f"log.trace.steps: {list(trace.steps)} ends beyond the last step: train.epochs: {config.train.epochs} are "
+            f"{steps} steps; choose steps from 1 to {steps}, or leave log.trace out"
+        )
 
 
 def _not_a_local_batch(local_batch: object) -> TaskError:

@@ -68,8 +68,9 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
             remarks.append(f"the loss of a batch is the sum of its halves' losses, not their mean: {figures}")
         else:
             remarks.append(
-                "the loss of a batch is not the mean of its halves' losses: it combines samples, or it is a mean "
-                f"over something that weight(batch) does not count; {figures}"
+                "the loss of a batch is not the mean of its halves' losses: it combines samples (experts with "
+                "a capacity do, since dropped tokens depend on the cut), or it is a mean over something that "
+                f"weight(batch) does not count; {figures}"
             )
     return remarks
 

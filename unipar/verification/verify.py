@@ -89,7 +89,7 @@ def verify(
     )
     with starter_on_machines(prepared.source.config, prepared.place) as machines:
         local = machines.spread(number) if machines is not None else None
-        settled = prepared.settled(number, local).changed({"eval": Eval(), "log.to": ()})
+        settled = prepared.settled(number, local).changed({"eval": Eval(), "log.to": (), "log.trace": None})
         asked = _VerifyRequest(prepared, settled, tuple(strategies), steps, resume, machines)
         return _verify(asked, micro, strict=strict, overwrite=overwrite)
 

@@ -54,16 +54,21 @@ class Exchange:
 
     received: Sequence[int]
 
+    loads: Sequence[int]
+    """Rows that each of this rank's experts gets."""
+
     @classmethod
     def of(cls, counts: Tensor, group: dist.ProcessGroup) -> Exchange:
-        """Return the exchange of rows of which `counts` are for each expert; the host waits for the numbers."""
+        """Return the exchange of rows of which `counts` are for each expert; the host waits once, for all numbers."""
         ranks = group.size()
         own = len(counts) // ranks
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=group)
-        sent, received = torch.stack([counts, theirs]).view(2, ranks, own).sum(2).tolist()
-        experts = torch.arange(own, device=counts.device).repeat(ranks).repeat_interleave(theirs)
-        return cls(group, experts, sent, received)
+        to_ranks, from_ranks = torch.stack([counts, theirs]).view(2, ranks, own).tolist()
+        sent, received = [sum(rows) for rows in to_ranks], [sum(rows) for rows in from_ranks]
+        numbers = torch.arange(own, device=counts.device).repeat(ranks)
+        experts = numbers.repeat_interleave(theirs, output_size=sum(received))
+        return cls(group, experts, sent, received, [sum(rows) for rows in zip(*from_ranks, strict=True)])
 
     @classmethod
     def assumed(
@@ -77,8 +82,10 @@ class Exchange:
             sent = received = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
         else:
             sent, received = [rows, *[0] * (ranks - 1)], [rows] * ranks
-        experts = torch.arange(sum(received), dtype=torch.int64, device=device).remainder_(own)
-        return cls(group, experts, sent, received)
+        total = sum(received)
+        experts = torch.arange(total, dtype=torch.int64, device=device).remainder_(own)
+        loads = [total // own + (expert < total % own) for expert in range(own)]
+        return cls(group, experts, sent, received, loads)
 
     def there(self, rows: Tensor) -> Tensor:
         """Return the rows for this rank's experts."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unipar.engines.batch_transfer import to_device
 from unipar_mesh.expert.exchange import AssumedRouting, Exchange
 from unipar_mesh.expert.expert_layer import ExpertLayer, arguments_at, with_arguments
 from unipar_mesh.expert.listed_experts import ExpertCalls, ListedExperts
@@ -101,15 +102,13 @@ def _arm_list(
         parts = [given.get(number, like) for number in range(layer.experts)]
         numbers = [len(part) for part in parts]
         if assumed is None:
-            exchange = _exchange(torch.tensor(numbers, device=like.device), layer, group, count)
+            exchange = _exchange(to_device(torch.tensor(numbers), like.device), layer, group, count)
         else:
             exchange = Exchange.assumed(assumed, sum(numbers), len(own), group, like.device)
         order = exchange.experts.argsort(stable=True)
         rows = exchange.there(torch.cat(parts))[order]
         outputs: list[Tensor] = []
-        for number, part in zip(
-            own, rows.split(torch.bincount(exchange.experts, minlength=len(own)).tolist()), strict=True
-        ):
+        for number, part in zip(own, rows.split(list(exchange.loads)), strict=True):
             outputs.append(experts[number](part) if len(part) else experts[number](_one_row(part))[:0])
         back = exchange.back(torch.cat(outputs)[_inverse(order)])
         return dict(enumerate(back.split(numbers)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
 
@@ -226,7 +226,8 @@ class ModelSplit:
             mode = first.fake_mode
             with mode:
                 fake_batch = map_tensors(batch, mode.from_tensor)
-                self.experts = find_experts_without_values(part, fake_batch, axes.expert)
+                trained = replace(part, blocks=self.blocks)
+                self.experts = find_experts_without_values(trained, fake_batch, axes.expert)
         self.plans: Mapping[str, BlockPlan] = {}
         self.vocabulary: Vocabulary | None = None
         if axes.tensor > 1:

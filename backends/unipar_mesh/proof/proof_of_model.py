@@ -41,7 +41,8 @@ def prove(
     """
     with ties.followed(engine.model):
         loss, sketches = _split_gradients(engine, fn, batch, list(full.gradients))
-    refuse_difference(full, loss, sketches, dtype, words, ties.allowed(engine.world))
+    more = ties.allowed(engine.world)
+    refuse_difference(full, loss, sketches, dtype, f"{words}{ties.words}", more)
 
 
 def refuse_difference(

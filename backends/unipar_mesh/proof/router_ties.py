@@ -62,6 +62,10 @@ class RouterTies:
         """`full`: what the full model's routers chose on this rank's microbatch, by layer; `layers`: of this rank."""
         self._full, self._layers = full, [layer for layer in layers if layer.name in full]
         self._moved: dict[str, int] = {}
+        self._others: dict[str, tuple[int, int]] = {}
+        self.words = ""
+        """What else the routers choose otherwise, on any rank, for an error."""
+
         self._tokens, self._gap = 0, 0.0
 
     @contextmanager
@@ -77,6 +81,8 @@ class RouterTies:
             return None
         self._tokens += len(chosen)
         moved = moved_tokens(full, RouterChoice(chosen, weights.detach().cpu()))
+        if others := {token.token for token in moved if token.gap > _NEAR.get(weights.dtype, _NEAR_OF_COARSER)}:
+            self._others[layer.name] = len(others), len(chosen)
         moved = [token for token in moved if token.gap <= _NEAR.get(weights.dtype, _NEAR_OF_COARSER)]
         if not moved:
             return None
@@ -92,8 +98,15 @@ class RouterTies:
 
         All ranks call this; the first one says which layers have ties.
         """
-        mine = self._moved, self._tokens, self._gap
-        ranks: list[Any] = world.tell_objects(world.gather_objects(mine, 0), 0)
+        all_ranks = world.tell_objects(world.gather_objects((self._others, self._moved, self._tokens, self._gap), 0), 0)
+        ranks: list[Any] = [ties for _, *ties in all_ranks]
+        for rank, (others, *_) in enumerate(all_ranks):
+            for name, (count, total) in [*others.items()][: not self.words]:
+                self.words = (
+                    f"; on rank {rank} the router before {name} chooses other experts for {count} of {total} tokens "
+                    "than on rank 0 with the full model, and rounding does not explain it: what it computes must not "
+                    "depend on the rank"
+                )
         tokens = sum(count for _, count, _ in ranks)
         by_layer: dict[str, int] = {}
         for moved, _, _ in ranks:

@@ -24,6 +24,12 @@ ZERO_3 = "runtime/zero/stage3.py"
 NORM = {"copy from pageable memory in deepspeed/runtime/utils.py": 1.0, "item in deepspeed/runtime/utils.py": 2.0}
 """Waits of DeepSpeed's stages 1 and 2 for a norm."""
 
+EXCHANGE = {"copy to the host in unipar_mesh/expert/exchange.py": 4.0}
+"""One wait, for the numbers of rows, in each forward of a layer of experts: two layers in two microbatches."""
+
+MASK = {"item in site-packages/transformers/masking_utils.py": 2.0}
+"""Waits of transformers for a mask in each microbatch."""
+
 WAITS: dict[str, dict[str, float]] = {
     "native/parameters, offload: parameters": {"copy to the host in torch": 24.0, "event in torch": 24.0},
     "deepspeed/optimizer, offload: optimizer, deepspeed: torch": {
@@ -47,16 +53,33 @@ WAITS: dict[str, dict[str, float]] = {
     "deepspeed/gradients, contrastive": NORM,
     "deepspeed/gradients, parts": {what: 2 * count for what, count in NORM.items()},
     "deepspeed/gradients, tokens": NORM,
+    "native/nothing+expert2, Experts stacked": EXCHANGE | {"nonzero in tests/support/expert_models.py": 16.0},
+    "native/nothing+expert2, Experts list": EXCHANGE | {"nonzero in tests/support/expert_models.py": 64.0},
+    "native/nothing+expert2, Mixtral batched_mm": EXCHANGE | MASK,
+    "native/nothing+expert2, Mixtral grouped_mm": EXCHANGE | MASK | {
+        "copy to the host in transformers/integrations/moe.py": 8.0,
+    },
+    "native/parameters+expert2, Mixtral batched_mm": EXCHANGE | MASK,
+    "deepspeed/optimizer+expert2, Mixtral": MASK | {
+        "copy to the host in deepspeed/module_inject/auto_ep_layer.py": 4.0,
+        "copy from pageable memory in deepspeed/module_inject/auto_ep_layer.py": 4.0,
+        "copy to the host in deepspeed/moe/ep_experts.py": 8.0, "item in deepspeed/moe/ep_kernels.py": 80.0,
+        "copy from pageable memory in deepspeed/runtime/utils.py": 2.0, "item in deepspeed/runtime/utils.py": 3.0,
+    },
 }  # fmt: skip
-"""Waits of a rank in a step between two logged ones, all of them libraries' own; the others have none."""
+"""Waits of a rank in a step between two logged ones, all of them libraries' own, or the models'; the others have none.
+
+Experts cost one wait for each layer and microbatch, whose exact numbers of rows the host must know.
+"""
 
 NEAR = 5e-7
 """Two bits of a loss between 2 and 4; a mean of weights after four steps apart is less near."""
 
-LESS_NEAR = {"local_steps": 5e-6, "contrastive": 5e-6}
-"""Convolutions have another kernel than on the CPU."""
+LESS_NEAR = {"local_steps": 5e-6, "contrastive": 5e-6, "Mixtral": 2e-6}
+"""Convolutions have another kernel than on the CPU, and so has attention; losses of Mixtral are between 4 and 8."""
 
-PLAYED = ("native/nothing, contrastive", "native/nothing, parts", "native/nothing, tokens")
+PLAYED = ("native/nothing, contrastive", "native/nothing, parts", "native/nothing, tokens",
+          "native/nothing+expert2, Experts stacked")  # fmt: skip
 """Trainings that `make test` plays."""
 
 

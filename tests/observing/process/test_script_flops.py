@@ -46,7 +46,22 @@ class Loop:
             loss.backward()
             self.phases.backward_ends()
             self.phases.update_begins("sgd")
-            torch.mm(torch.ones(16, 16), torch.ones(16, 16))
+            with torch.no_grad():
+                torch.mm(torch.ones(16, 16), torch.ones(16, 16))
+            self.phases.update_ends()
+        assert self.flops.work is not None
+        return self.flops.work
+
+    def train_in_optimizer(self) -> RankWork:
+        """Take three steps of an optimizer that computes the loss twice in its own step."""
+        for _ in range(3):
+            self.phases.gradients_dropped()
+            self.phases.update_begins("lbfgs")
+            for _ in range(2):
+                loss = self.model(torch.ones(4, 8, requires_grad=True)).sum()
+                self.phases.backward_begins()
+                loss.backward()
+                self.phases.backward_ends()
             self.phases.update_ends()
         assert self.flops.work is not None
         return self.flops.work
@@ -61,6 +76,11 @@ def test_a_step_counts_forward_and_backward() -> None:
             loop.model(torch.ones(4, 8))
 
     assert loop.train(loop.model, before=evaluate) == RankWork(flops=STEP, flops_by="in step 2")
+
+
+def test_an_optimizer_that_computes_the_loss() -> None:
+    """Each of its forwards and backwards counts."""
+    assert Loop().train_in_optimizer().flops == 2 * STEP
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

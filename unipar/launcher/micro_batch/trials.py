@@ -190,8 +190,8 @@ def ended_for_lack_of_memory(error: UniparError) -> bool:
 
 def _without_extras(settled: SettledConfig) -> SettledConfig:
     """Return the config without what a trial must not do: evaluate, write elsewhere, go on from a checkpoint."""
-    changes: dict[str, Any] = {"eval": Eval(), "log.to": (), "log.memory": False, "resume": None, "out": None}
-    changes |= {"launch.deadline": None, "launch.restarts": 0}
+    changes: dict[str, Any] = {"eval": Eval(), "log.to": (), "log.memory": False, "log.trace": None}
+    changes |= {"resume": None, "out": None, "launch.deadline": None, "launch.restarts": 0}
     if settled.config.checkpoint is not None:
         changes |= {"checkpoint.every": None, "checkpoint.best": None, "checkpoint.to": None}
     return settled.changed(changes)

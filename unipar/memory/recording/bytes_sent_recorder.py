@@ -55,7 +55,7 @@ class AxesOfRanks(Protocol):
         ...
 
 
-class _Group(NamedTuple):
+class GroupOfCall(NamedTuple):
     """Axis of a process group, and whether it is on several machines."""
 
     axis: str | None
@@ -63,6 +63,39 @@ class _Group(NamedTuple):
 
     across: bool
     """Whether it has ranks on several machines."""
+
+
+@final
+class CallGroups:
+    """Process groups of calls: each is looked up once."""
+
+    def __init__(self, mesh: AxesOfRanks, machines: WorldMachines | None = None) -> None:
+        self._mesh, self._machines = mesh, machines
+        self._has_experts = isinstance(mesh, Mesh) and mesh.expert > 1
+        self._groups: dict[str, GroupOfCall] = {}
+
+    def of_call(self, kind: str, schema: Any, args: Any, kwargs: Any) -> GroupOfCall:
+        """Return the group of a call of the collective `kind`; that of experts has an axis of its own."""
+        arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        return self.find(kind, next((arguments[name] for name in _GROUP_ARGUMENTS if name in arguments), None))
+
+    def find(self, kind: str, group: Any) -> GroupOfCall:
+        """Return the same of a process group, or of its name."""
+        try:
+            if isinstance(group, torch.ScriptObject):
+                group = dist.ProcessGroup.unbox(group)
+            elif isinstance(group, str):
+                group = _group_by_name(group)
+            name: str = group.group_name
+            if name not in self._groups:
+                ranks = dist.get_process_group_ranks(group)
+                across = self._machines is not None and self._machines.between(ranks)
+                self._groups[name] = GroupOfCall(axis_of_ranks(self._mesh, ranks), across)
+            found = self._groups[name]
+        except Exception:  # a group that torch does not know; its bytes count all the same
+            return GroupOfCall(UNKNOWN_AXIS, across=False)
+        to_experts = self._has_experts and (found.axis, kind) == ("data", "all_to_all")  # all others send no rows
+        return found._replace(axis=EXPERT_AXIS) if to_experts else found
 
 
 @final
@@ -75,15 +108,12 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self, traffic: Traffic, mesh: AxesOfRanks, machines: WorldMachines | None = None) -> None:
         super().__init__()
-        self._traffic, self._mesh, self._machines = traffic, mesh, machines
-        self._has_experts = isinstance(mesh, Mesh) and mesh.expert > 1
+        self._traffic, self._groups = traffic, CallGroups(mesh, machines)
         self.calls: Counter[tuple[str, str]] = Counter()
         """Number of calls by axis and collective."""
 
         self.across = 0
         """Bytes of calls whose group has ranks on several machines."""
-
-        self._groups: dict[str, _Group] = {}
 
     @classmethod
     @override
@@ -97,32 +127,15 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented  # DTensor calls the collectives on plain tensors, which are counted then
         out = func(*args, **(kwargs or {}))
         kind = collective_of(func._schema.name)
-        if kind is not None and (group := self._group(func._schema, args, kwargs or {})).axis is not None:
+        if kind is None:
+            return out
+        axis, across = self._groups.of_call(kind, func._schema, args, kwargs or {})
+        if axis is not None:
             size = bytes_of_call(args, out)
-            to_experts = self._has_experts and (group.axis, kind) == ("data", "all_to_all")  # all others send no rows
-            axis = EXPERT_AXIS if to_experts else group.axis
             self._traffic[axis, kind] += size
-            self.across += size if group.across else 0
+            self.across += size if across else 0
             self.calls[axis, kind] += 1
         return out
-
-    def _group(self, schema: Any, args: Any, kwargs: Any) -> _Group:
-        """Return axis and machines of a call's group."""
-        arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        group: Any = next((arguments[name] for name in _GROUP_ARGUMENTS if name in arguments), None)
-        try:
-            if isinstance(group, torch.ScriptObject):
-                group = dist.ProcessGroup.unbox(group)
-            elif isinstance(group, str):
-                group = _group_by_name(group)
-            name: str = group.group_name
-            if name not in self._groups:
-                ranks = dist.get_process_group_ranks(group)
-                across = self._machines is not None and self._machines.between(ranks)
-                self._groups[name] = _Group(axis_of_ranks(self._mesh, ranks), across)
-            return self._groups[name]
-        except Exception:  # a group that torch does not know; its bytes count all the same
-            return _Group(UNKNOWN_AXIS, across=False)
 
 
 _group_by_name: Final[Callable[[str], Any]] = vars(distributed_c10d)["_resolve_process_group"]

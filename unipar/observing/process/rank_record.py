@@ -21,7 +21,7 @@ from unipar.observing.process import script_checks as checks
 from unipar.observing.process.batch_record import BatchRecord
 from unipar.observing.process.script_frames import find_variable
 from unipar.observing.process.script_recipe import ScriptRecipe
-from unipar.observing.process.script_state import ScriptState, layers_of, parameters_of, whole_size
+from unipar.observing.process.script_state import ScriptState, layers_of, parameters_of, whole_size, wrapper_of
 from unipar.observing.process.step_phases import Phase
 from unipar.observing.settings import ObserveSettings
 from unipar.profiling.work import RankWork
@@ -164,7 +164,7 @@ class RankRecord:
             "splits_tensors": checks.splits_tensors(self._state),
         }
         if self._log is not None:
-            label = ", ".join(dict.fromkeys(filter(None, (_wrapper_of(m, wrappers) for m in self._state.models))))
+            label = ", ".join(dict.fromkeys(filter(None, (wrapper_of(m, wrappers) for m in self._state.models))))
             self._log.note(
                 "start",
                 strategy=f"observed: {label or 'no wrapper'}",
@@ -407,7 +407,7 @@ def _describe_model(model: nn.Module, wrappers: Mapping[str, str]) -> str:
 
 
 def _class_name(model: nn.Module, wrappers: Mapping[str, str]) -> str:
-    own, label = _own_class(model).__name__, _wrapper_of(model, wrappers)
+    own, label = _own_class(model).__name__, wrapper_of(model, wrappers)
     return label if label and own in wrappers else f"{label} {own}".strip()
 
 
@@ -415,15 +415,6 @@ def _own_class(model: nn.Module) -> type:
     """Return the class that the user has written, of which fully_shard makes a subclass."""
     bases = type(model).__bases__
     return bases[-1] if len(bases) > 1 and bases[0].__name__ == "FSDPModule" else type(model)
-
-
-def _wrapper_of(model: nn.Module, wrappers: Mapping[str, str]) -> str:
-    """Return the name that users have for a model's wrapper, or ""."""
-    return next((label for base, label in wrappers.items() if _is_a(model, base)), "")
-
-
-def _is_a(model: nn.Module, base: str) -> bool:
-    return any(cls.__name__ == base for cls in type(model).__mro__)
 
 
 def _numbers_of(optimizer: Optimizer) -> dict[str, float]:

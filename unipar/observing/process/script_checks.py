@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from unipar.engines.state import local_part
 from unipar.observing.process.script_state import (
     ScriptState,
+    is_a,
     is_sharded,
     own_name,
     parameters_of,
@@ -164,12 +165,7 @@ def expects_uneven_batches(state: ScriptState) -> bool:
 def splits_tensors(state: ScriptState) -> bool:
     """Return whether ranks split tensors and no wrapper gathers them: they share the work on each sample."""
     split = any(isinstance(p, DTensor) for _, p in state.named_parameters(trained=True))
-    return split and not any(_gathers(module) for model in state.trained for module in model.modules())
-
-
-def _gathers(module: nn.Module) -> bool:
-    """Return whether a module was given to fully_shard, whose module is not imported here."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    return split and not any(is_a(module, "FSDPModule") for model in state.trained for module in model.modules())
 
 
 def unsynced_batch_norms(state: ScriptState) -> tuple[str, ...]:

@@ -61,6 +61,9 @@ class ScriptFlops:
         return counter
 
     def _computes_loss(self) -> bool:
-        """Return whether the script computes its loss now: not before it goes on, unless gradients are recorded."""
+        """Return whether the script computes its loss now.
+
+        Between two steps, and in an optimizer that is given a function, it does so where gradients are recorded.
+        """
         phase = self._phases.phase
-        return phase == "forward" or (phase in ("start", "between") and torch.is_grad_enabled())
+        return phase == "forward" or (phase in ("start", "between", "update") and torch.is_grad_enabled())

@@ -31,7 +31,7 @@ from unipar.observing.process.python_text import (
     seen_object,
     variables_of,
 )
-from unipar.observing.process.script_state import ScriptState, layers_of
+from unipar.observing.process.script_state import ScriptState, is_a, layers_of, wrapper_of
 from unipar.results.observed_recipe import (
     CodePlace,
     Recipe,
@@ -150,11 +150,12 @@ class ScriptRecipe:
         self.open = False
         wrappers = self._state.wrappers
         layers = list(layers_of(models[0], wrappers)) if models else []
+        labels = {base: label for base, label in wrappers.items() if label != "compiled"}
         backend, config = self._library_of(models, frame)
         self._made = Recipe(
             script=_script_of(),
             **(_describe_layers(layers, self._modules) if layers else {}),
-            wrappers=tuple(dict.fromkeys(label for m in layers if (label := _label_of(m, wrappers)))),
+            wrappers=tuple(dict.fromkeys(label for m in layers if (label := wrapper_of(m, labels)))),
             backend=backend,
             library_config=config,
             mesh=next((_mesh_of(p) for _, p in self._state.named_parameters() if isinstance(p, DTensor)), ()),
@@ -192,7 +193,7 @@ class ScriptRecipe:
             library = registry.find_backend(name).observed_library
             if library is None:
                 continue
-            wraps = any(_is_a(layer, cls) for model in models for layer in model.modules() for cls in library.wrappers)
+            wraps = any(is_a(layer, cls) for model in models for layer in model.modules() for cls in library.wrappers)
             if wraps:
                 config = next((c for m in models if (c := library.config_of(m)) is not None), {})
                 return name, json.loads(json.dumps(config, default=str))
@@ -256,7 +257,7 @@ def _describe_layers(layers: list[nn.Module], modules: MadeModules) -> dict[str,
     """Return what is known of a model and of its wrappers, which come before it."""
     model = layers[-1]
     inside = list(layers[0].modules())
-    compiled = [m for m in inside if _is_a(m, "OptimizedModule") or getattr(m, "_compiled_call_impl", None) is not None]
+    compiled = [m for m in inside if is_a(m, "OptimizedModule") or getattr(m, "_compiled_call_impl", None) is not None]
     whole = any(m is layer for m in compiled for layer in layers)
     name: Any = getattr(model, "name_or_path", None)
     seen = modules.describe(model)
@@ -284,14 +285,6 @@ def _mixed_dtype(module: Any) -> str:
     policy: Any = getattr(module, "mixed_precision", None) or (getattr(state(), "_mp_policy", None) if state else None)
     dtype = getattr(policy, "param_dtype", None)
     return short_dtype(dtype) if isinstance(dtype, torch.dtype) else ""
-
-
-def _label_of(module: nn.Module, wrappers: Mapping[str, str]) -> str:
-    return next((label for base, label in wrappers.items() if label != "compiled" and _is_a(module, base)), "")
-
-
-def _is_a(module: nn.Module, base: str) -> bool:
-    return any(cls.__name__ == base for cls in type(module).__mro__)
 
 
 def _is_model(value: Any) -> bool:

@@ -205,6 +205,16 @@ def layers_of(model: nn.Module, wrappers: Mapping[str, str]) -> Iterator[nn.Modu
         yield (model := inner)
 
 
+def wrapper_of(model: nn.Module, wrappers: Mapping[str, str]) -> str:
+    """Return the name that users have for a model's wrapper, or ""."""
+    return next((label for base, label in wrappers.items() if is_a(model, base)), "")
+
+
+def is_a(module: nn.Module, base: str) -> bool:
+    """Return whether a module's class, or a base of it, has this name, whose module need not be imported."""
+    return any(cls.__name__ == base for cls in type(module).__mro__)
+
+
 def own_name(name: str) -> str:
     """Return the name that a parameter has in the user's model, without what wrappers add."""
     *parts, last = name.split(".")

@@ -16,6 +16,7 @@ from unipar.report.data.attempt_rows import ShownAttempt, saved_steps, shown_att
 from unipar.report.data.comparison_data import read_config_keys
 from unipar.results.result_files import CONFIG_FILE, read_mapping
 from unipar.results.run_report import Report
+from unipar.results.run_traces import RunTrace, list_traces
 from unipar.run_folder.layout import run_error_path
 from unipar.run_folder.run_log import RunLog
 from unipar.utils.mappings import nested_mapping
@@ -35,6 +36,12 @@ class RunPageData:
 
     compiler: tuple[tuple[str, str], ...]
     """Graph breaks and recompiles of rank 0: what, and why; each reason once."""
+
+    traces: tuple[RunTrace, ...]
+    """Traces of the ranks that wrote one."""
+
+    no_trace: str
+    """Sentence on why a trace that was asked for was not written; "" if none was, or all were."""
 
     work: tuple[str, ...]
     """Sentences on how a step's operations were counted, or why not."""
@@ -93,6 +100,8 @@ class RunPageData:
             compiler=tuple(
                 dict.fromkeys((str(row["what"]), str(row["why"])) for row in ranks[0] if row["event"] == "compiler")
             ),
+            traces=tuple(list_traces(by, folder)),
+            no_trace=next((str(row["said"]) for rows in ranks for row in rows if row["event"] == "no trace"), ""),
             work=tuple(
                 dict.fromkeys(
                     _describe_counting(row) for row in ranks[0] if row["event"] == "work" or "flops_by" in row

@@ -34,6 +34,7 @@ from unipar.report.pages.experts_section import experts_section
 from unipar.report.pages.memory.columns import phase_table
 from unipar.report.pages.pipeline_section import pipeline_section
 from unipar.results.memory_tables import describe_counting, largest_account
+from unipar.results.run_traces import ENTRY_HEADS, HOW_TO_OPEN
 from unipar.utils.columns import Column, known_columns
 from unipar.utils.text import count_of, format_duration, format_flops, format_size
 
@@ -57,6 +58,7 @@ def run_sections(run: RunPageData, before: RunPageData | None = None) -> list[st
         _evals(run),
         _images(run),
         _times(run, before),
+        _traces(run),
         experts_section(run.report.experts),
         pipeline_section([(run.report.strategy, read_pipeline(run.report.strategy, run.config))]),
         _memory(run),
@@ -274,6 +276,16 @@ def _times(run: RunPageData, before: RunPageData | None) -> str:
         if reasons
         else "",
     )
+
+
+def _traces(run: RunPageData) -> str:
+    """Return the largest entries of the ranks that were traced, and the files; "" if nothing was to be traced."""
+    parts = [paragraph(f"No trace: {run.no_trace}.", "note")] if run.no_trace else []
+    for trace in run.traces:
+        label = f"Largest entries of {trace.title}, own time on the {trace.counted_on}"
+        parts.append(html_table(ENTRY_HEADS, trace.rows, label))
+        parts.append(paragraph(f"{trace.cost[0].upper()}{trace.cost[1:]}. {trace.file}: {HOW_TO_OPEN}."))
+    return html_section("trace", "Trace", *parts) if parts else ""
 
 
 def _times_of(run: RunPageData) -> list[tuple[int, float]]:

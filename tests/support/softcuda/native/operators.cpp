@@ -137,6 +137,11 @@ at::Scalar item(const Tensor& self) {
 const std::set<std::string> WAITS = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::equal",
                                      "aten::repeat_interleave"};
 
+bool waits(const std::string& op, const torch::jit::Stack* stack) {
+  bool size_given = op == "aten::repeat_interleave" && !stack->back().isNone();
+  return WAITS.count(op) && !size_given;
+}
+
 struct Argument { std::string name; bool written; std::vector<Tensor> tensors; };
 
 std::vector<Argument> tensor_arguments(const c10::OperatorHandle& op, const torch::jit::Stack* stack) {
@@ -220,7 +225,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (traced)
     for (auto& argument : arguments)
       for (auto& tensor : argument.tensors) access(tensor, argument.written, stream, name);
-  if (traced && WAITS.count(name)) synchronize(stream, name.c_str() + 6);
+  if (traced && waits(name, stack)) synchronize(stream, name.c_str() + 6);
   {
     InsideOperator inside;
     SeededOperator seeded(op, stack, device);

@@ -20,6 +20,7 @@ BETWEEN = range(6, 8)
 
 TIMEOUT = 300.0
 STEPWISE = f"{ROOT}/tests/support/softcuda/trainings/stepwise.py"
+MIXTURES = f"{ROOT}/tests/support/softcuda/trainings/mixtures.py"
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
 SETTINGS: Mapping[str, Any] = {
     "task": {"use": f"{STEPWISE}:StepwiseGPT", "args": SIZES},
@@ -142,6 +143,13 @@ def _other_tasks(strategy: str) -> tuple[EmulatedTraining, ...]:
     )
 
 
+def _mixture(strategy: str, task: str = "Mixtral", **args: Any) -> EmulatedTraining:
+    """Return the training of a mixture of experts."""
+    use = {"use": f"{MIXTURES}:Stepwise{task}", "args": args}
+    slow = {"optimizer": {"name": "adamw", "lr": 1e-3}}
+    return EmulatedTraining(strategy, {"task": use, "train": slow}, FP32, task=" ".join([task, *args.values()]))
+
+
 COMPILED = {"model": {"compile": {"backend": "aot_eager"}}}
 """Compilation without kernels of Triton."""
 
@@ -168,6 +176,12 @@ FEATURES = (
     EmulatedTraining("native/nothing", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
     EmulatedTraining("native/optimizer", {"train": {"optimizer": {"name": "adamw-8bit", "lr": 1e-2}}}, FP32, near=0.05),
     EmulatedTraining("native/nothing", {"train": {"local_steps": 4}}, FP32, near=math.inf),
+    _mixture("native/nothing+expert2", kernel="batched_mm"),
+    _mixture("native/nothing+expert2", kernel="grouped_mm"),
+    _mixture("native/parameters+expert2", kernel="batched_mm"),
+    _mixture("deepspeed/optimizer+expert2"),
+    _mixture("native/nothing+expert2", "Experts", kind="stacked"),
+    _mixture("native/nothing+expert2", "Experts", kind="list"),
     *(EmulatedTraining(strategy, COMPILED, FP32) for strategy in ONE_OF_EACH),
     *(training for strategy in ONE_OF_EACH for training in _other_tasks(strategy)),
 )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Trace of some steps of a run by torch.profiler (`log.trace`)."""
