@@ -70,7 +70,7 @@ def look_together(
         facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
         trained = replace(part, blocks=facts.blocks)  # a frozen teacher's experts stay as they are
         experts = find_experts(trained, inputs, axes.expert) if axes.expert > 1 else ()
-        with experts_left_out(part.module, experts):
+        with experts_left_out(part.module, experts or _experts_beside_tensor(trained, inputs, axes)):
             plans = _plan_tensor(part, facts, world, axes)
         full: WholeModel | WholeBlocks | None = None
         choices: Mapping[str, Sequence[RouterChoice]] = {}
@@ -84,6 +84,16 @@ def look_together(
         return LookAtModel(batch, replace(facts, block_inputs={}), plans, experts, others, choices), full
 
     return made_on_first_rank(world, look)
+
+
+def _experts_beside_tensor(part: Part, inputs: Any, axes: Axes) -> Sequence[ExpertLayer]:
+    """Return the layers of experts that every rank has whole, whose choices by value no trial of a cut can follow."""
+    if axes.tensor == 1:
+        return ()
+    try:
+        return find_experts(part, inputs, 1)
+    except TaskError:
+        return ()
 
 
 def microbatches(part: Part, number: int) -> list[Any]:
