@@ -338,9 +338,9 @@ def test_explained_cuts_beside_experts(tmp_path: Path) -> None:
     sentences = describe_split(config, config.batch.settle(1), find_backend("native"))
     whole = "stays whole: it is not the weight of a linear layer"
     assert sentences[:-1] == [
-        "model.layers.0 and 1 more: columns self_attn.q_proj, self_attn.k_proj, self_attn.v_proj; rows self_attn.o_proj",
-        *(
-            f"model.layers.0: mlp.{name} {whole}"
-            for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
-        ),
+        "model.layers.0 and 1 more: columns self_attn.q_proj, self_attn.k_proj, self_attn.v_proj; rows "
+        "self_attn.o_proj",
+        f"model.layers.0: mlp.gate.weight {whole}",
+        f"model.layers.0: mlp.experts.gate_up_proj {whole}",
+        f"model.layers.0: mlp.experts.down_proj {whole}",
     ]
