@@ -2,7 +2,8 @@
 
 Each strategy trains a few steps and saves; every strategy loads each of these checkpoints, which must give it exactly
 the tensors that were saved, and trains on beside one process that was never interrupted. Then each strategy by itself
-from one number of ranks to another. Exit 1: a pair differs, or fails without a refusal.
+from one number of ranks to another. First a dense model, then a mixture of experts on four ranks. Exit 1: a pair
+differs, or fails without a refusal.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,48 +41,85 @@ STRATEGIES = (
 )
 """Engines that save and go on, of every library."""
 
+EXPERT_STRATEGIES = (
+    "native/nothing",
+    "native/nothing+expert2",
+    "native/nothing+expert4",
+    "native/parameters+expert2",
+    "native/nothing+tensor2",
+    "native/nothing+tensor2+expert2",
+    "native/nothing+pipeline2+expert2",
+    "deepspeed/optimizer+expert2",
+    "deepspeed/parameters+expert4",
+)
+"""Engines that save and go on with a mixture of experts."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and where it is trained."""
+
+    task: Mapping[str, Any]
+    strategies: Sequence[str]
+    ranks: int
+    """Number of ranks on which each strategy goes on from each other one."""
+
+    worlds: Sequence[tuple[int, int]]
+    """Numbers of ranks of the run that saves and of the one that goes on."""
+
+
+GPT = {"layers": 2, "width": 32, "heads": 4, "context": 16}
+SUBJECTS = {
+    "dense": Subject(
+        {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": GPT}, STRATEGIES, 2, ((2, 1), (1, 2), (2, 4), (4, 2))
+    ),
+    "mixture": Subject(
+        {"use": f"{ROOT}/tests/support/expert_models.py:OfTransformers", "args": {"auxiliary": False}},
+        EXPERT_STRATEGIES,
+        4,
+        ((2, 4), (4, 2), (4, 1)),
+    ),
+}
+
 HALF, STEPS = 3, 13
 """Steps before the checkpoint, and in all."""
-
-WORLDS = ((2, 1), (1, 2), (2, 4), (4, 2))
-"""Numbers of ranks of the run that saves and of the one that goes on."""
-
 
 OPTIMIZER: dict[str, Any] = {"name": "adamw", "lr": 1e-3, "decay": "matrices"}
 """Section train.optimizer, whose name `--optimizer` changes."""
 
 
-def config_of(steps: int, **more: Any) -> dict[str, Any]:
-    """Return the config of the small model, trained for so many steps."""
-    args = {"layers": 2, "width": 32, "heads": 4, "context": 16}
+def config_of(subject: Subject, steps: int, **more: Any) -> dict[str, Any]:
+    """Return the config of a small model, trained for so many steps."""
     return {
-        "task": {"use": f"{ROOT}/examples/char_gpt.py:CharGPT", "args": args},
+        "task": subject.task,
         "device": "cpu",
-        "batch": {"total": 16, "micro": 4},
+        "batch": {"total": 16, "micro": 16 // (2 * subject.ranks)},
         "train": {"steps": steps, "optimizer": dict(OPTIMIZER), "clip": 1.0},
         "log": {"every": 1},
         **more,
     }
 
 
-def save_in(strategy: str, ranks: int, folder: Path) -> Path:
+def save_in(subject: Subject, strategy: str, ranks: int, folder: Path) -> Path:
     """Train the first half in a strategy and return its checkpoint."""
     parsed = Strategy.parse(strategy)
     out = folder / f"{parsed.slug}-{ranks}"
     checkpoint = out / "checkpoints" / f"step-{HALF:08d}"
     if checkpoint.exists():
         return checkpoint
-    config = config_of(HALF, checkpoint={"every": None}, parallel={"data": ranks}, out=str(out))
+    config = config_of(subject, HALF, checkpoint={"every": None}, parallel={"data": ranks}, out=str(out))
     unipar.launch(in_strategy(load_given_config(config), str(parsed)), quiet=True)
     return checkpoint
 
 
-def go_on(checkpoint: Path, strategies: Sequence[str], ranks: int, folder: Path) -> Mapping[str, tuple[bool, str]]:
+def go_on(
+    subject: Subject, checkpoint: Path, strategies: Sequence[str], ranks: int, folder: Path
+) -> Mapping[str, tuple[bool, str]]:
     """Have strategies go on from a checkpoint; return for each whether all is well, and the words for the table."""
     out = folder / f"{checkpoint.parents[1].name}-to-{ranks}"
     if ranks == 1:
-        return {strategy: _alone(checkpoint, strategy, out) for strategy in strategies}
-    config = config_of(STEPS, out=str(out))
+        return {strategy: _alone(subject, checkpoint, strategy, out) for strategy in strategies}
+    config = config_of(subject, STEPS, out=str(out))
     found = unipar.verify(config, strategies=strategies, world=ranks, steps=STEPS, resume=checkpoint, overwrite=True)
     told = {"agrees": "equal", "refused": "refused"}
     return {
@@ -92,10 +131,11 @@ def go_on(checkpoint: Path, strategies: Sequence[str], ranks: int, folder: Path)
     }
 
 
-def _alone(checkpoint: Path, strategy: str, out: Path) -> tuple[bool, str]:
+def _alone(subject: Subject, checkpoint: Path, strategy: str, out: Path) -> tuple[bool, str]:
     """Go on in one process and compare the losses with those of one that was never interrupted."""
-    config = config_of(STEPS, resume=str(checkpoint), parallel={"data": 1})
-    whole = unipar.launch({**config_of(STEPS), "backend": "single", "out": f"{out}-whole"}, quiet=True, overwrite=True)
+    config = config_of(subject, STEPS, resume=str(checkpoint), parallel={"data": 1})
+    alone = config_of(subject, STEPS, backend="single", out=f"{out}-whole")
+    whole = unipar.launch(alone, quiet=True, overwrite=True)
     source = in_strategy(load_given_config({**config, "out": f"{out}-{Strategy.parse(strategy).slug}"}), strategy)
     mine = unipar.launch(source, quiet=True, overwrite=True)
     wanted = dict(whole.losses)
@@ -104,25 +144,29 @@ def _alone(checkpoint: Path, strategy: str, out: Path) -> tuple[bool, str]:
 
 
 def rows_of_pairs(
-    savers: Sequence[str], strategies: Sequence[str], folder: Path
+    subject: Subject, savers: Sequence[str], strategies: Sequence[str], folder: Path
 ) -> Iterator[tuple[str, Mapping[str, tuple[bool, str]]]]:
-    """Yield each strategy that saves on two ranks, and for each that goes on whether all is well, and words."""
+    """Yield each strategy that saves, and for each that goes on whether all is well, and words."""
     for strategy in savers:
         print(f"{strategy} saves", file=sys.stderr, flush=True)
         try:
-            found = go_on(save_in(strategy, 2, folder), strategies, 2, folder)
+            saved = save_in(subject, strategy, subject.ranks, folder)
+            found = go_on(subject, saved, strategies, subject.ranks, folder)
         except UniparError as e:
             found = dict.fromkeys(strategies, (False, f"failed: {e}"))
         yield strategy, found
 
 
-def print_pairs(savers: Sequence[str], strategies: Sequence[str], folder: Path) -> bool:
+def print_pairs(subject: Subject, savers: Sequence[str], strategies: Sequence[str], folder: Path) -> bool:
     """Print each row of the matrix when it is known, and then what is not equal; return whether all is well."""
-    print(f"rows: saved on 2 ranks after step {HALF}; columns: gone on with to step {STEPS}, the difference of allowed")
+    print(
+        f"rows: saved on {subject.ranks} ranks after step {HALF}; columns: gone on with to step {STEPS}, "
+        "the difference of allowed"
+    )
     wide = max(map(len, strategies)) + 4
     print(" " * wide + "".join(f"{number:>5}" for number, _ in enumerate(strategies, 1)), flush=True)
     others: list[str] = []
-    for strategy, found in rows_of_pairs(savers, strategies, folder):
+    for strategy, found in rows_of_pairs(subject, savers, strategies, folder):
         words = {to: word for to, (_, word) in found.items() if not word.startswith("equal ")}
         shown = ["-" if to in words else found[to][1].removeprefix("equal ") for to in strategies]
         label = f"{strategies.index(strategy) + 1 if strategy in strategies else '':>2} {strategy}"
@@ -133,19 +177,19 @@ def print_pairs(savers: Sequence[str], strategies: Sequence[str], folder: Path) 
     return not any(line.endswith(" is not well") for line in others)
 
 
-def print_worlds(savers: Sequence[str], folder: Path) -> bool:
+def print_worlds(subject: Subject, savers: Sequence[str], folder: Path) -> bool:
     """Print for each strategy that goes on, on other numbers of ranks, the same; return whether all is well."""
     print("saved by a strategy on some ranks, gone on with by itself and by native/parameters on others:")
     good = True
     for strategy in savers:
-        for before, after in WORLDS:
+        for before, after in subject.worlds:
             if before < Strategy.parse(strategy).axes.fewest_ranks:
                 continue
             both = dict.fromkeys((strategy, "native/parameters"))
             others = [other for other in both if Strategy.parse(other).axes.fewest_ranks <= after]
             print(f"{strategy} from {before} to {after}", file=sys.stderr, flush=True)
             try:
-                found = go_on(save_in(strategy, before, folder), others, after, folder)
+                found = go_on(subject, save_in(subject, strategy, before, folder), others, after, folder)
             except UniparError as e:
                 found = dict.fromkeys(others, (False, f"failed: {e}"))
             words = ", ".join(f"{word} in {other}" for other, (_, word) in found.items())
@@ -158,9 +202,8 @@ def main() -> int:
     """Print both tables; return the exit code."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint_pairs", description=__doc__)
-    parser.add_argument(
-        "--strategies", default=",".join(STRATEGIES), help="strategies that save and go on, with commas"
-    )
+    parser.add_argument("--model", choices=SUBJECTS, help="one of both models")
+    parser.add_argument("--strategies", help="strategies that save and go on, with commas")
     parser.add_argument("--saved-by", help="only those of them that save: some rows of the tables")
     parser.add_argument("--only", choices=("pairs", "worlds"), help="one of both tables")
     parser.add_argument(
@@ -168,15 +211,18 @@ def main() -> int:
     )
     given = parser.parse_args()
     OPTIMIZER["name"] = given.optimizer
-    strategies = given.strategies.split(",")
-    savers = given.saved_by.split(",") if given.saved_by else strategies
     good = True
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if given.only != "worlds":
-            good = print_pairs(savers, strategies, folder)
-        if given.only != "pairs":
-            good = print_worlds(savers, folder) and good
+    for model in (given.model,) if given.model else SUBJECTS:
+        subject = SUBJECTS[model]
+        strategies = given.strategies.split(",") if given.strategies else subject.strategies
+        savers = given.saved_by.split(",") if given.saved_by else strategies
+        print(f"{model} model")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if given.only != "worlds":
+                good = print_pairs(subject, savers, strategies, folder) and good
+            if given.only != "pairs":
+                good = print_worlds(subject, savers, folder) and good
     print("all pairs are equal, or refused in a sentence" if good else "some pairs differ")
     return 0 if good else 1
 

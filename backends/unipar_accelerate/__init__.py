@@ -164,7 +164,7 @@ class Accelerate(Backend):
     @override
     def plan_split(self, part: Part, config: Config) -> Iterator[str]:
         from unipar_mesh.context.model_attentions import describe_attentions
-        from unipar_mesh.tensor.tensor_model import describe_cuts
+        from unipar_mesh.model_split import describe_cuts
 
         if config.parallel.tensor > 1:
             yield from describe_cuts(part, config)

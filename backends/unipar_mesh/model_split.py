@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
@@ -20,13 +20,13 @@ from unipar.engines.batch_transfer import cast_floats
 from unipar.engines.router_choices import RouterChoice
 from unipar.errors import TaskError
 from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
-from unipar_mesh.expert.find_experts import find_experts
+from unipar_mesh.expert.find_experts import experts_by_shape_left_out, find_experts
 from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_mesh.proof.proof_of_blocks import WholeBlocks, blocks_to_prove, sketch_blocks
 from unipar_mesh.proof.router_ties import recorded_choices
 from unipar_mesh.refusal_sentences import refuse_empty_plans
 from unipar_mesh.tensor.cuts import BlockPlan, OwnPart, ParameterCut
-from unipar_mesh.tensor.tensor_model import cuts_of_model, plan_blocks
+from unipar_mesh.tensor.tensor_model import cuts_of_model, derive_model_plan, plan_blocks
 from unipar_mesh.tensor.vocabulary import Vocabulary, find_vocabulary
 
 ProofWay = Literal["whole", "blocks", "off"]
@@ -70,7 +70,7 @@ def look_together(
         facts = look_at_model(part.module, part.blocks, part.loss, inputs, axes.stages, part.cuts)
         trained = replace(part, blocks=facts.blocks)  # a frozen teacher's experts stay as they are
         experts = find_experts(trained, inputs, axes.expert) if axes.expert > 1 else ()
-        with experts_left_out(part.module, experts):
+        with experts_left_out(part.module, experts or _experts_beside_tensor(trained, inputs, axes)):
             plans = _plan_tensor(part, facts, world, axes)
         full: WholeModel | WholeBlocks | None = None
         choices: Mapping[str, Sequence[RouterChoice]] = {}
@@ -84,6 +84,16 @@ def look_together(
         return LookAtModel(batch, replace(facts, block_inputs={}), plans, experts, others, choices), full
 
     return made_on_first_rank(world, look)
+
+
+def _experts_beside_tensor(part: Part, inputs: Any, axes: Axes) -> Sequence[ExpertLayer]:
+    """Return the layers of experts that every rank has whole, whose choices by value no trial of a cut can follow."""
+    if axes.tensor == 1:
+        return ()
+    try:
+        return find_experts(part, inputs, 1)
+    except TaskError:
+        return ()
 
 
 def microbatches(part: Part, number: int) -> list[Any]:
@@ -116,6 +126,19 @@ def _plan_tensor(part: Part, facts: ModelFacts, world: World, axes: Axes) -> dic
     plans = plan_blocks(part.module, facts.blocks, facts.block_inputs, mesh, wanted_cuts, sequence=axes.sequence)
     refuse_empty_plans(axes.tensor, plans.values(), part.blocks)
     return plans
+
+
+def describe_cuts(part: Part, config: Config) -> Iterator[str]:
+    """Yield sentences on how `parallel.tensor` cuts each kind of block, for `unipar explain --model`."""
+    assert part.loss is not None
+    assert part.sample is not None
+    ranks = config.parallel.tensor
+    model, sequence = part.module, config.parallel.sequence
+    with experts_by_shape_left_out(model, part.blocks):
+        plan = derive_model_plan(model, part.blocks, part.loss, part.sample(), ranks, part.tensor, sequence=sequence)
+    yield from plan.sentences()
+    trials = sum(plan.blocks[name].trials for name in plan.tried)
+    yield f"found in {trials} trials of {len(plan.tried)} blocks, {plan.seconds:.1f} s of CPU"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,10 @@ import unipar
 from tests.support.expert_models import EXPERTS, WIDTH, Mixture, Net, OfTransformers, OfUser, StackedExperts
 from tests.support.world import ROOT
 from unipar.backend import Part
+from unipar.backend.registry import find_backend
+from unipar.config import Config
 from unipar.errors import TaskError
+from unipar.training.task_facts import describe_split
 
 TASKS = f"{ROOT}/tests/support/expert_models.py"
 
@@ -327,3 +330,17 @@ def test_tokens_of_parts_of_sequences(tmp_path: Path) -> None:
     config = config_of(tmp_path, "OfTransformers", {"auxiliary": False}, {"expert": 2, "context": 2})
     report = unipar.launch(config, quiet=True)
     assert [sum(layer["tokens"]) for _, layers in report.experts for layer in layers.values()] == [192] * 6
+
+
+def test_explained_cuts_beside_experts(tmp_path: Path) -> None:
+    """Attention of a mixture is cut over `tensor`, as in a run, and its experts are named as what stays whole."""
+    config = Config.model_validate(config_of(tmp_path, "OfTransformers", {}, {"data": 1, "tensor": 2}))
+    sentences = describe_split(config, config.batch.settle(1), find_backend("native"))
+    whole = "stays whole: it is not the weight of a linear layer"
+    assert sentences[:-1] == [
+        "model.layers.0 and 1 more: columns self_attn.q_proj, self_attn.k_proj, self_attn.v_proj; rows "
+        "self_attn.o_proj",
+        f"model.layers.0: mlp.gate.weight {whole}",
+        f"model.layers.0: mlp.experts.gate_up_proj {whole}",
+        f"model.layers.0: mlp.experts.down_proj {whole}",
+    ]

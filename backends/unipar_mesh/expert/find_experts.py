@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -85,22 +86,36 @@ def find_experts_without_values(part: Part, batch: Any, ranks: int) -> list[Expe
             f"plan: the experts of {candidates[0]} are a list of modules, which get their rows by value, and a plan "
             "under parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
         )
-    before = {name: vars(model.get_submodule(name)).get("forward") for name in names}
-    with unchanged(model, fn), torch.no_grad():
-        for name in names:
-            module = model.get_submodule(name)
-            module.forward = partial(_note_call, search, module, name, ranks, module.forward)
-        try:
-            fn(model, batch)
-        finally:
-            for name, forward in before.items():
-                module = model.get_submodule(name)
-                if forward is None:
-                    del module.forward
-                else:
-                    module.forward = forward
+    with unchanged(model, fn), torch.no_grad(), _noted_calls(model, names, ranks, search):
+        fn(model, batch)
     _refuse_failed(search, ranks, named)
     return search.layers
+
+
+@contextmanager
+def experts_by_shape_left_out(model: nn.Module, blocks: Sequence[str]) -> Generator[None]:
+    """Context manager: what is called as a layer of experts, by the shapes of its arguments, returns its rows."""
+    names = [n for n in _candidates(model, blocks, None) if _stacked(model.get_submodule(n)) is not None]
+    with _noted_calls(model, names, 1, ExpertSearch()):
+        yield
+
+
+@contextmanager
+def _noted_calls(model: nn.Module, names: Sequence[str], ranks: int, search: ExpertSearch) -> Generator[None]:
+    """Context manager: modules that are called as layers of experts are noted, and return their rows."""
+    before = {name: vars(model.get_submodule(name)).get("forward") for name in names}
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = partial(_note_call, search, module, name, ranks, module.forward)
+    try:
+        yield
+    finally:
+        for name, forward in before.items():
+            module = model.get_submodule(name)
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
 def _note_call(
@@ -261,7 +276,7 @@ def _places_of_arguments(experts: int, args: tuple[Any, ...], kwargs: Mapping[st
 def _are_numbers(t: Tensor, experts: int) -> bool:
     """Return whether a tensor can be the numbers of the experts of each row."""
     whole = t.ndim == 2 and t.numel() > 0 and not t.is_floating_point() and t.dtype != torch.bool
-    return whole and (isinstance(t, FakeTensor) or (int(t.min()) >= 0 and int(t.max()) < experts))
+    return whole and (isinstance(t, FakeTensor) or t.is_meta or (int(t.min()) >= 0 and int(t.max()) < experts))
 
 
 def _difference_by_seats(module: nn.Module, layer: ExpertLayer, call: _Call, ranks: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
@@ -18,6 +18,7 @@ from unipar.config.sections.strategy import Axes
 from unipar.distributed.mesh import Mesh, MeshGroups, fake_groups
 from unipar.engines.batch_transfer import map_tensors
 from unipar.engines.placement import direct_parameters
+from unipar.errors import TaskError
 from unipar.prediction.rank_part import RankPart
 from unipar_mesh.context import SequenceSplit
 from unipar_mesh.context.spread_attention import Choice
@@ -222,16 +223,19 @@ class ModelSplit:
         self.blocks = without_frozen_models(part.module, part.blocks)
         first: Any = next(part.module.parameters())
         self.experts: Sequence[ExpertLayer] = ()
-        if axes.expert > 1:
+        left_out: Sequence[ExpertLayer] = ()
+        if axes.expert > 1 or axes.tensor > 1:
             mode = first.fake_mode
-            with mode:
+            with mode, nullcontext() if axes.expert > 1 else suppress(TaskError):  # tensor needs none
                 fake_batch = map_tensors(batch, mode.from_tensor)
                 trained = replace(part, blocks=self.blocks)
-                self.experts = find_experts_without_values(trained, fake_batch, axes.expert)
+                left_out = find_experts_without_values(trained, fake_batch, axes.expert)
+        if axes.expert > 1:
+            self.experts = left_out
         self.plans: Mapping[str, BlockPlan] = {}
         self.vocabulary: Vocabulary | None = None
         if axes.tensor > 1:
-            with experts_left_out(part.module, self.experts):
+            with experts_left_out(part.module, left_out):
                 self.plans = derive_model_plan(
                     part.module,
                     self.blocks,

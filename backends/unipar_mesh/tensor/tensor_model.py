@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from unipar.backend import Part
-from unipar.config import Config
 from unipar.errors import TaskError
 from unipar_mesh.look_at_model import kind_of_block
 from unipar_mesh.refusal_sentences import kinds_in_block, refuse_unknown_patterns
@@ -272,15 +270,3 @@ def cuts_of_model(
     if vocabulary is not None:
         cuts |= cut_vocabulary(model, vocabulary, ranks)
     return {name: cuts[name] for name, _ in model.named_parameters() if name in cuts}
-
-
-def describe_cuts(part: Part, config: Config) -> Iterator[str]:
-    """Yield sentences on how `parallel.tensor` cuts each kind of block, for `unipar explain --model`."""
-    assert part.loss is not None
-    assert part.sample is not None
-    ranks = config.parallel.tensor
-    model, sequence = part.module, config.parallel.sequence
-    plan = derive_model_plan(model, part.blocks, part.loss, part.sample(), ranks, part.tensor, sequence=sequence)
-    yield from plan.sentences()
-    trials = sum(plan.blocks[name].trials for name in plan.tried)
-    yield f"found in {trials} trials of {len(plan.tried)} blocks, {plan.seconds:.1f} s of CPU"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,11 @@ class AccountCheck:
 
 
 def check_accounts(
-    device: EmulatedDevice, precision: str, trainings: Sequence[EmulatedTraining] = TRAININGS, ranks: int = 2
+    device: EmulatedDevice,
+    precision: str,
+    trainings: Sequence[EmulatedTraining] = TRAININGS,
+    ranks: int = 2,
+    task: Mapping[str, Any] | None = None,
 ) -> dict[str, AccountCheck]:
     """Return the check of each strategy that has this precision on so many ranks, by its name; and of one process."""
     strategies = [t.strategy for t in trainings if precision in t.precisions and t.ranks == ranks]
@@ -94,7 +98,7 @@ def check_accounts(
         return {}
     with tempfile.TemporaryDirectory() as folder:
         settings = EmulatedTraining("", ranks=ranks).settings(precision, Path(folder) / "run")
-        settings["task"]["use"] = PLAIN_TASK
+        settings["task"] = {**settings["task"], "use": PLAIN_TASK} if task is None else dict(task)
         settings["train"]["steps"], settings["compare"] = STEPS_RECORDED, {"repeat": 1}
         code = CODE.format(settings=json.dumps(settings), strategies=strategies)
         run = device.run(code, devices=ranks, timeout=TIMEOUT)
