@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage] - no public way
 from torch.profiler import ProfilerActivity, profile
 
 import unipar
@@ -144,9 +145,7 @@ def test_an_error_in_a_traced_step(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), running(Line(), tmp_path, **settings(2, 5)) as run:
         train(run, at=3, act=lambda: 1 / 0)
     assert not (tmp_path / "trace").exists()
-    with profile(activities=[ProfilerActivity.CPU]) as again:
-        torch.ones(2).sum()
-    assert "aten::sum" in {event.name for event in again.events() or ()}
+    assert not _profiler_enabled()
 
 
 def test_the_loop_ends_before_the_trace(tmp_path: Path) -> None:
