@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from unipar.backend import Backend
-from unipar.backend.checks import CheckedSource, check_run_settings, check_strategy, in_strategy, read_source
+from unipar.backend.checks import (
+    CheckedSource,
+    check_run_settings,
+    check_strategy,
+    in_strategy,
+    read_source,
+    refuse_absent_ranks,
+)
 from unipar.backend.offered_strategies import config_in_strategy
 from unipar.backend.registry import find_backend
 from unipar.config import Config, Strategy
@@ -214,6 +221,9 @@ def test_horovodruns_buffer_is_obeyed(tmp_path: Path, monkeypatch: pytest.Monkey
         ("--set train.consistency_check.every=20",
          "train.consistency_check.every (--set): 20 is beyond the last step, train.steps (line 3): 10; lower it, "
          "or leave it out"),
+        ("--set log.trace={steps:[9,11]}",
+         "log.trace.steps (--set): [9, 11] ends beyond the last step, train.steps (line 3): 10; choose steps from 1 to "
+         "10, or leave log.trace out"),
         ("--set batch.memory=1GiB",
          "batch.memory (--set) limits the search of batch.micro: auto, and a run with a microbatch of its own has no "
          "limit; leave it out, or set batch.micro: auto"),
@@ -231,6 +241,16 @@ def test_settings_without_effect_in_a_run(tmp_path: Path, words: str, sentence: 
     with pytest.raises(ConfigError) as refused:
         check_run_settings(chosen(tmp_path, words), "torchrun")
     assert str(refused.value) == f"{tmp_path / 'x.yaml'}: {sentence}"
+
+
+@pytest.mark.parametrize(("ranks", "have"), [(1, "one rank, 0"), (2, "2 ranks, 0 to 1")])
+def test_a_rank_that_does_not_exist_is_not_traced(tmp_path: Path, ranks: int, have: str) -> None:
+    """The number of ranks is known when they are settled."""
+    source = chosen(tmp_path, "--set log.trace={steps:[1,2],ranks:[0,2]}")
+    with pytest.raises(ConfigError) as refused:
+        refuse_absent_ranks(source, ranks)
+    assert str(refused.value) == f"log.trace.ranks (--set): there is no rank 2, the run has {have}; leave it out"
+    refuse_absent_ranks(source, 3)
 
 
 def test_settings_with_effect_in_a_run(tmp_path: Path) -> None:

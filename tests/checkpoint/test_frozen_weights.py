@@ -179,7 +179,7 @@ def test_a_frozen_weight_that_changes_is_in_each_checkpoint(tmp_path: Path) -> N
     rows = trained(tmp_path / "run", Teacher(), frozen="reference", steps=4, keep=9)
     assert [row["remarks"] for row in rows] == [
         [],
-        ["1.weight changed, though not trained: each checkpoint holds them"],
+        ["1.weight: changed, though not trained; saved in each checkpoint from now on"],
         [],
         [],
     ]

@@ -39,6 +39,7 @@ COMMANDS = (
         "submit",
         "runs",
         "report",
+        "trace",
         "verify",
         "observe",
         "check",

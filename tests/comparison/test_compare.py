@@ -26,6 +26,7 @@ from unipar.config.config_source import load_config_file
 from unipar.config.settled import SettledConfig
 from unipar.launcher.strategy_selection import select_strategies
 from unipar.results.row import REUSED
+from unipar.results.run_traces import read_traces
 
 pytestmark = pytest.mark.forked
 
@@ -82,6 +83,18 @@ def test_epochs_cannot_be_cut_into_turns() -> None:
         "train.epochs: 2 cannot be cut into turns, which are counted in steps; "
         "give train.steps instead (--set train.steps=50)"
     )
+
+
+@pytest.mark.parametrize("steps", [[2, 3], [6, 7], [3, 6], [7, 12]])
+def test_traced_steps_that_are_no_part_of_a_round(steps: list[int]) -> None:
+    """They would warm up, be in two rounds, or leave no step of their round to be timed."""
+    with pytest.raises(errors.ConfigError) as e:
+        TurnSchedule.of(config(log={"trace": {"steps": steps}}))
+    assert str(e.value) == (
+        f"log.trace.steps: {steps} must be within one timed round of steps, and fewer than it has: the rounds are 3 to "
+        "6, 7 to 10, 11 to 14; choose others, a larger train.steps, or leave log.trace out"
+    )
+    assert TurnSchedule.of(config(log={"trace": {"steps": [7, 9]}})).rounds == (4, 4, 4)
 
 
 def test_each_round_begins_with_another_strategy() -> None:
@@ -221,6 +234,20 @@ def test_strategies_take_turns_and_agree(
     said = [line[11:] for line in capfd.readouterr().err.splitlines()]
     order = [line.partition(" ")[0] for line in said if "round" in line]
     assert order == ["single", "native/nothing", "native/nothing", "single"]
+
+
+def test_strategies_are_traced(given: dict[str, Any], tmp_path: Path) -> None:
+    """Each in its own folder; the traced step is not timed, and compared with those that are."""
+    given["log"] = {"trace": {"steps": [4, 4]}}
+    found = compare(given, strategies=("native/nothing",))
+    for row, folder in zip(found.rows, ("single", "native-nothing"), strict=True):
+        assert [len(turn) for turn in row.seconds] == [2, 3]
+        (trace,) = read_traces(tmp_path / "out/compare" / folder)
+        assert (trace.rank, trace.first, trace.last) == (0, 4, 4)
+        assert min(row.timed_seconds) <= (trace.others or 0.0) <= max(row.timed_seconds)
+    given["log"]["trace"]["ranks"] = [2]
+    with pytest.raises(errors.ConfigError, match="there is no rank 2, the run has 2 ranks, 0 to 1; leave it out"):
+        compare(given, strategies=("native/nothing",), overwrite=True)
 
 
 def test_a_loop_that_ends_early_is_told_so(given: dict[str, Any]) -> None:

@@ -353,3 +353,29 @@ def test_addresses_of_checkpoints(key: str) -> None:
 def _nested(key: str, value: Any) -> dict[str, Any]:
     first, _, rest = key.partition(".")
     return {first: _nested(rest, value) if rest else value}
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([5, 4], "log.trace.steps (overrides): the first step (5) is after the last one (4): write [4, 5]"),
+        (
+            [1, 90],
+            "log.trace.steps (overrides): 1 to 90 are 90 steps, and a trace of more than 50 is too large to be opened: "
+            "write [1, 3]",
+        ),
+        ([4], "log.trace.steps (overrides): wanted a list of 2 values, each a whole number above 0, got [4]"),
+    ],
+)
+def test_steps_of_a_trace_that_are_none(steps: list[int], sentence: str) -> None:
+    """First and last, in this order, and not too many."""
+    with pytest.raises(ConfigError) as e:
+        config(**{"log.trace": {"steps": steps}})
+    assert str(e.value) == f"the config: {sentence}"
+
+
+def test_steps_of_a_trace() -> None:
+    """Both ends are traced, on rank 0 unless others are named."""
+    trace = config(**{"log.trace": {"steps": [10, 12]}}).log.trace
+    assert trace is not None
+    assert ([*trace.numbers], trace.ranks) == ([10, 11, 12], (0,))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
+from tests.support.run_folders import TRACE
 from unipar.launcher.progress import FileTail, Progress
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path, run_log_path, stdout_path
@@ -45,6 +46,25 @@ def trained(run: Path, steps: int, every: int = 1, begin: int = 1) -> None:
             heartbeat.set_phase("between")
             if step % every == 0 or step == 1:
                 run_log.note("step", step=step, of=steps, loss=4.0 / step, norm=1.0, lr=0.1, samples=8, seconds=0.25)
+
+
+def test_a_trace_is_shown(tmp_path: Path) -> None:
+    """The largest entries and the file; or why there is none."""
+    err = io.StringIO()
+    with Progress(tmp_path, None, err=err) as progress, RunLog(run_log_path(tmp_path, 0)) as run_log:
+        run_log.note(**{key: value for key, value in TRACE.items() if key != "time"})
+        progress.tick()
+        run_log.note("no trace", said="another profile is being recorded")
+    lines = err.getvalue().splitlines()
+    assert lines[1:3] == [
+        "trace: steps 3 to 4 of rank 0",
+        "a traced step took 300 ms, another one 250 ms (median): 1.20 times",
+    ]
+    assert lines[5].split() == ["aten::mm", "1,200", "300", "ms", "75%"]
+    assert lines[7:] == [
+        f"{tmp_path}/trace/rank-0.json.gz: open the file at ui.perfetto.dev, which keeps it in the browser",
+        "no trace: another profile is being recorded",
+    ]
 
 
 def test_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

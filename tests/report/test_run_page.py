@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.comparisons import account, write_example_comparison
-from tests.support.run_folders import EVENTS, EXPERTS, MACHINE, plain, wrote
+from tests.support.run_folders import EVENTS, EXPERTS, MACHINE, TRACE, plain, wrote
 from tests.support.scalings import two_strategies
 from tests.support.tiny import CONFIG, Tiny
 from unipar import launch
@@ -47,6 +47,18 @@ def test_samples_a_second_are_those_of_the_run_log(run: Path) -> None:
     """Steps since the last row may have had more samples than the last one."""
     wrote(run, 0, [*EVENTS[:3], {**EVENTS[3], "samples_per_second": 456.7}, *EVENTS[4:]])
     assert "<td>200 ms</td><td>456.7</td>" in render_run(RunPageData.read(run / "rank-0.jsonl"))
+
+
+def test_traces_of_a_run(run: Path) -> None:
+    """The largest entries of each traced rank with the cost, or why there is no trace."""
+    wrote(run, 0, [*EVENTS[:2], TRACE, *EVENTS[3:]])
+    text = render_run(RunPageData.read(run / "rank-0.jsonl")).replace("\N{NO-BREAK SPACE}", " ")
+    assert "Largest entries of steps 3 to 4 of rank 0, own time on the CPU" in text
+    assert '<th scope="row" class="text">aten::mm</th><td>1,200</td><td>300 ms</td><td>75%</td>' in text
+    assert "A traced step took 300 ms, another one 250 ms (median): 1.20 times." in text
+    assert f"{run}/trace/rank-0.json.gz: open the file at ui.perfetto.dev, which keeps it in the browser." in text
+    wrote(run, 0, [*EVENTS, {"event": "no trace", "time": 106.0, "said": "the <disk> is full"}])
+    assert "No trace: the &lt;disk&gt; is full." in render_run(RunPageData.read(run / "rank-0.jsonl"))
 
 
 def test_experts_of_a_run(run: Path) -> None:

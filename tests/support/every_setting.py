@@ -87,6 +87,7 @@ _WSD: Values = {"train.schedule": {"name": "wsd", "decay": 3}}
 _PIPELINE: Values = {"parallel.pipeline": 2}
 _SHARDED: Values = {"parallel.shard": "parameters", "parallel.data": 4, "batch.micro": 1}
 _SUBMITTED = "tests/jobs/test_slurm_jobs.py::test_its_directives"
+_TRACED = "tests/training/tracing/test_step_trace.py"
 _COMPARED = "tests/comparison/test_compare.py::test_steps_are_cut_into_warm_up_and_rounds"
 
 SETTINGS: Mapping[str, Setting] = {
@@ -311,6 +312,9 @@ SETTINGS: Mapping[str, Setting] = {
     "checkpoint.frozen": Setting(
         value="reference", beside=_SAVING,
         test="tests/checkpoint/test_frozen_weights.py::test_frozen_weights_are_saved_once"),
+    "log.trace.steps": Setting(value=[2, 3], test=f"{_TRACED}::test_microbatches_and_parts_of_the_update"),
+    "log.trace.ranks": Setting(
+        value=[0], beside={"log.trace.steps": [2, 3]}, test=f"{_TRACED}::test_two_ranks_of_which_one_is_traced"),
 }  # fmt: skip
 
 

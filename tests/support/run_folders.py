@@ -23,6 +23,22 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "end", "time": 106.0, "steps": 12, "peak_rss": 3 * 2**20},
 ]
 
+TRACE: dict[str, Any] = {
+    "event": "trace",
+    "time": 105.0,
+    "step": 4,
+    "first": 3,
+    "file": "trace/rank-0.json.gz",
+    "seconds": 0.3,
+    "before": 0.25,
+    "counted_on": "CPU",
+    "entries": [
+        {"name": "aten::mm", "calls": 1200, "seconds": 0.3},
+        {"name": "a graph with a long name " * 3, "calls": 2, "seconds": 0.1},
+    ],
+}
+"""Event of a run that was traced in its steps 3 and 4."""
+
 EXPERTS: dict[str, Any] = {
     "a": {"tokens": [6, 2, 0, 0], "fullest": 3.0, "entropy": 0.406, "unused": 2, "rank": 2.0, "microbatch": 2.25},
     "b": {"tokens": [2, 2, 2, 2], "fullest": 1.0, "entropy": 1.0, "unused": 0, "rank": 1.0, "microbatch": 1.5},

@@ -228,11 +228,11 @@ def settle_run(
     if place is not None and place.size != ranks.number:
         raise WorldMismatch(f"{place.launcher} started {place.size} processes, and {ranks.why}; start it with python")
     local = None if place is None else place.local_size
-    _refuse_absent_ranks(source, ranks.number)
+    refuse_absent_ranks(source, ranks.number)
     return settle_source(source, ranks.number, device, local, launched=place is not None, changes=changes), ranks
 
 
-def _refuse_absent_ranks(source: CheckedSource, ranks: int) -> None:
+def refuse_absent_ranks(source: CheckedSource, ranks: int) -> None:
     """Raise ConfigError if a rank is to be traced that the run does not have."""
     trace = source.config.log.trace
     if trace is not None and max(trace.ranks) >= ranks:

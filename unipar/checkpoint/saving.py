@@ -148,7 +148,11 @@ class CheckpointSaver:
         self._together(step, "frozen pieces", copy)
         if is_new:
             self._take_frozen = partial(self.frozen.keep, folder, sums)
-        remark = f"{first_few(changed)} changed, though not trained: each checkpoint holds them" if changed else ""
+        remark = (
+            f"{first_few(changed)}: changed, though not trained; saved in each checkpoint from now on"
+            if changed
+            else ""
+        )
         if not folder:
             return None, remark
         return FrozenToSave(folder if is_new else "", beside, self.frozen.saved, self.frozen.files), remark

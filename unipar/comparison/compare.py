@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from unipar.backend import resources
+from unipar.backend.checks import refuse_absent_ranks
 from unipar.backend.installed import installed_versions, machine_summary
 from unipar.backend.offered_strategies import ONE
 from unipar.comparison import store
@@ -111,6 +112,7 @@ def compare(
     wanted = world or asked.source.config.parallel.ranks
     ranks = wanted if isinstance(wanted, int) else asked.prepared.ranks().number
     by = "parallel.data" if world is None else "--world"
+    refuse_absent_ranks(asked.source, ranks)
     asked = asked.settle_micro(tried, [ranks])
     with asked.on_machines(ranks) as asked:
         return compare_strategies(asked, ranks, strategies, asked.source.out / "compare", overwrite=overwrite, by=by)

@@ -39,6 +39,7 @@ _SEQUENCE = "write parallel.sequence: true, beside parallel.tensor"
 _PIPELINE_ORDER = "write parallel.schedule: 1f1b, gpipe, interleaved or zerobubble"
 _LOG = "write log.every (optimizer steps)"
 _TRACKERS = "write log.to: [tensorboard], [wandb] or [mlflow]"
+_TRACE = "write log.trace: {steps: [10, 12]}, or log.memory: true"
 _EVALUATE = "write eval.every (optimizer steps)"
 _EVAL_BATCHES = "write eval.batches (batches that one evaluation reads)"
 _SAVE = "write checkpoint.every (optimizer steps, or a duration such as 30m)"
@@ -200,7 +201,7 @@ _LIGHTNING: Mapping[str, str] = {
     "use_distributed_sampler": "leave it out: unipar divides each batch among the ranks",
     "num_sanity_val_steps": "leave it out: the first evaluation is checked (eval.check)",
     "sync_batchnorm": "write model.sync_batchnorm: true",
-    "profiler": "use log.memory: true, or `unipar compare --details`",
+    "profiler": _TRACE,
 }
 
 _FSDP: Mapping[str, str] = {
@@ -273,6 +274,7 @@ _TORCHTITAN: Mapping[str, str] = {
     "async_mode": _ASYNC,
     "ema_decay": _EMA,
     "comm init_timeout_seconds train_timeout_seconds": _TIMEOUT,
+    "profiling enable_profiling profile_freq": _TRACE,
 }
 
 FOREIGN_KEYS: Final[Mapping[str, Mapping[str, str]]] = {

@@ -47,7 +47,7 @@ class RunTrace(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What was traced."""
+        """Steps, and the rank."""
         steps = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
         return f"{steps} of rank {self.rank}"
 

@@ -238,10 +238,10 @@ def _attach_trace(run: TrainingRun, folder: Path, heartbeat: HeartbeatWriter, fa
     if run.done >= last:
         run.note("no trace", said=f"the run goes on after step {run.done}, and log.trace.steps are [{first}, {last}]")
         return
-    from unipar.training.tracing.step_trace import StepTrace
+    from unipar.training.tracing.step_trace import StepTracer
 
     engines = [part.engine for part in run.parts.values()]
-    trace = StepTrace(settings, run.world, folder, heartbeat, engines, run.note, memory=run.config.log.memory)
+    trace = StepTracer(settings, run.world, folder, heartbeat, engines, run.note, memory=run.config.log.memory)
     failed.callback(trace.drop)
     run.attach_trace(trace)
 

@@ -21,7 +21,7 @@ from unipar.training.trained_parts import (
 
 if TYPE_CHECKING:
     from unipar.memory.recording.memory_log import StepMemory
-    from unipar.training.tracing.step_trace import StepTrace
+    from unipar.training.tracing.step_trace import StepTracer
 
 
 @final
@@ -35,7 +35,7 @@ class StepLog:
         self._weight: float | None = None
         self._since = time.perf_counter()
         self._memory: StepMemory | None = None
-        self._trace: StepTrace | None = None
+        self._trace: StepTracer | None = None
         self._seconds_of_row: float | None = None
         """Seconds of a step in the last row, unless that is the first step's."""
 
@@ -55,7 +55,7 @@ class StepLog:
         """Record the memory of logged steps by `recorder`."""
         self._memory = recorder
 
-    def attach_trace(self, trace: StepTrace) -> None:
+    def attach_trace(self, trace: StepTracer) -> None:
         """Trace the steps that `trace` names."""
         self._trace = trace
 
@@ -74,7 +74,7 @@ class StepLog:
             self._observer.begin(measure=logs)
         self._since += time.perf_counter() - at  # not counted as time of a step
 
-    def _begin_traced(self, trace: StepTrace, number: int) -> None:
+    def _begin_traced(self, trace: StepTracer, number: int) -> None:
         at = time.perf_counter()
         if not trace.active:
             trace.begin(number, (at - self._since) / self._timed if self._timed else self._seconds_of_row)

@@ -41,7 +41,7 @@ from unipar.training.watch.state_watch import StateWatch
 
 if TYPE_CHECKING:
     from unipar.memory.recording.memory_log import StepMemory
-    from unipar.training.tracing.step_trace import StepTrace
+    from unipar.training.tracing.step_trace import StepTracer
 
 BatchObserver = Callable[[Sequence[tuple[Any, MicrobatchPlan]]], None]
 """Function that is called with this rank's microbatches of a step, and their plans."""
@@ -364,7 +364,7 @@ class TrainingRun(Run):
         """Record the memory of logged steps by `recorder`."""
         self._log.attach_memory(recorder)
 
-    def attach_trace(self, trace: StepTrace) -> None:
+    def attach_trace(self, trace: StepTracer) -> None:
         """Trace the steps that `trace` names."""
         self._log.attach_trace(trace)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from tests.support.softcuda.emulation import emulated_environment
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.commands import COMMAND_SETTINGS, write_config
+from unipar.results.run_traces import read_traces
 
 pytestmark = pytest.mark.emulated
 
@@ -172,3 +174,20 @@ def test_steps_log_their_memory(emulated: EmulatedDevice, tmp_path: Path) -> Non
     done = emulated.unipar(["run", config])
     assert done.returncode == 0, done.stderr
     assert "the counters of torch's allocator are shown" in done.stdout + done.stderr
+
+
+def test_steps_are_traced(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """The device has no kernels: the entries are operators on the CPU; collectives and categories have their names."""
+    config = write_config(tmp_path, log={"every": 1, "memory": True, "trace": {"steps": [3, 4]}})
+    done = emulated.unipar(["run", config])
+    assert done.returncode == 0, done.stderr
+    (trace,) = read_traces(tmp_path / "run")
+    assert (trace.first, trace.last, trace.counted_on, len(trace.entries)) == (3, 4, "CPU", 10)
+    with gzip.open(trace.file) as file:
+        events = json.load(file)["traceEvents"]
+    assert not [event for event in events if event.get("cat") == "kernel"]
+    sent = {e["args"]["axis"]: e["name"].partition(" ")[0] for e in events if "axis" in e.get("args", {})}
+    assert sent == {"data": "all_reduce"}
+    counters = [event["args"] for event in events if event["ph"] == "C"]
+    assert {"parameters", "optimizer", "unattributed"} <= set(counters[0])
+    assert counters[0]["parameters"] > 0

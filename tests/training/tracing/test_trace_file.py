@@ -109,7 +109,7 @@ def test_work_of_gloo_keeps_its_name_if_it_is_more_than_was_called() -> None:
 )
 def test_collectives_of_nccl_are_named_by_what_torch_tells(told: str, name: str) -> None:
     """The bytes are those of the larger tensor; a kernel keeps its name, and counts as the collective."""
-    args = {
+    args: dict[str, Any] = {
         "Collective name": told,
         "In msg nelems": 1024,
         "Out msg nelems": 2048,
@@ -138,10 +138,20 @@ def test_own_time_on_the_cpu() -> None:
         event("aten::mm", 10.0, 30.0),
         event("aten::mm", 60.0, 10.0),
         event("aten::add", 10.0, 5.0, tid=2),
+        event("profiler::enter", 200.0, 5.0),
+        event("Model.forward", 204.0, 9.0),  # begun in that, and not ended there
+        event("aten::mul", 206.0, 6.0),
     ]
     assert largest_entries({"traceEvents": events}) == (
         "CPU",
-        [TraceEntry("aten::mm", 2, 4e-5), TraceEntry("aten::linear", 1, 1e-5), TraceEntry("aten::add", 1, 5e-6)],
+        [
+            TraceEntry("aten::mm", 2, 4e-5),
+            TraceEntry("aten::linear", 1, 1e-5),
+            TraceEntry("aten::mul", 1, 6e-6),
+            TraceEntry("aten::add", 1, 5e-6),
+            TraceEntry("profiler::enter", 1, 5e-6),
+            TraceEntry("Model.forward", 1, 3e-6),
+        ],
     )
 
 

@@ -1,4 +1,4 @@
-"""`StepTrace`: torch.profiler around some steps of a rank, with the names of phases and collectives (`log.trace`)."""
+"""`StepTracer`: torch.profiler around some steps of a rank, with the names of phases and collectives (`log.trace`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 import torch.distributed as dist
+from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage] - no public way
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,7 +50,7 @@ class Note(Protocol):
 
 
 @final
-class StepTrace:
+class StepTracer:
     """Trace of the steps of `log.trace` on one rank; other ranks only wait for those that are traced."""
 
     def __init__(
@@ -92,6 +93,11 @@ class StepTrace:
         self._world.barrier()  # else the trace of one rank would show how another one starts its profiler
 
     def _start(self) -> None:
+        if _profiler_enabled():  # a second one would take its events
+            self._note(
+                "no trace", said="another profile is being recorded, and torch has only one; the training goes on"
+            )
+            return
         os.environ.setdefault(_LOG_LEVEL, "99")
         on = _ACTIVITIES.get(self._world.device.type, ProfilerActivity.CPU)
         activities = {ProfilerActivity.CPU, on} & supported_activities()
@@ -101,7 +107,7 @@ class StepTrace:
                 # of torch below 2.12, at every start: it concerns profiles of several cycles
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
                 profiled.__enter__()
-        except Exception as e:  # another profiler may be in the way, or a right be missing
+        except Exception as e:  # a right may be missing
             self._fail("torch's profiler did not start", e)
             return
         self._profile = profiled

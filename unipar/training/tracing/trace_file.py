@@ -37,6 +37,9 @@ _BY_ANOTHER: Final = {"reduce_scatter": "all_reduce"}
 _MODE: Final = "PythonDispatchMode"
 """Name of the time that an operator spends in a dispatch mode, as that which names collectives."""
 
+_ROUNDING: Final = 0.01
+"""Microseconds by which a call may seem to end after the one that it is in: a time has 13 digits before the point."""
+
 _ELEMENT_BYTES: Final = {
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
     **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
@@ -175,12 +178,13 @@ def _times_on_cpu(events: Iterable[dict[str, Any]]) -> list[tuple[str, float]]:
         """End, and place in `found`, of each call that is open."""
 
         for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
-            while calls and calls[-1][0] <= event["ts"]:
+            end = event["ts"] + event["dur"]
+            while calls and calls[-1][0] + _ROUNDING < end:  # it has ended, or has only begun this range
                 calls.pop()
             if calls:
                 name, micros = found[calls[-1][1]]
                 found[calls[-1][1]] = name, micros - event["dur"]
-            calls.append((event["ts"] + event["dur"], len(found)))
+            calls.append((end, len(found)))
             found.append((_entry(event), event["dur"]))
     return [(name, max(0.0, micros)) for name, micros in found if name != _MODE]
 
