@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.softcuda.processes import EmulatedDevice
 from tests.support.softcuda.trainings.memory_accounts import AccountCheck, check_accounts
-from tests.support.softcuda.trainings.strategies import TRAININGS, EmulatedTraining
+from tests.support.softcuda.trainings.strategies import MIXTURES, TRAININGS, EmulatedTraining
 
 ROW: dict[str, Any] = {
     "failure": "",
@@ -47,6 +47,16 @@ def test_accounts_of_one_rank(emulated: EmulatedDevice) -> None:
     ]
     checks = check_accounts(emulated, "fp32", alone, ranks=1)
     assert list(checks) == ["single", *(training.strategy for training in alone)]
+    assert {strategy: str(check) for strategy, check in checks.items() if not check.is_good} == {}
+
+
+@pytest.mark.emulated
+def test_accounts_of_experts(emulated: EmulatedDevice) -> None:
+    """Of a mixture whose rows are even, as a plan assumes: over experts, and over matrices around whole ones."""
+    task = {"use": f"{MIXTURES}:EvenMixtral", "args": {"kernel": "batched_mm", "auxiliary": False}}
+    strategies = ("native/nothing+expert2", "native/parameters+expert2", "native/nothing+tensor2")
+    checks = check_accounts(emulated, "fp32", [EmulatedTraining(strategy) for strategy in strategies], task=task)
+    assert list(checks) == ["single", *strategies]
     assert {strategy: str(check) for strategy, check in checks.items() if not check.is_good} == {}
 
 

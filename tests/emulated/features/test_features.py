@@ -97,6 +97,17 @@ def test_feature(training: EmulatedTraining, emulated: EmulatedDevice, forks: Fo
     assert waits_of_a_step(training, run) == WAITS.get(training.name, {})
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("training", [t for t in FEATURES if "bf16-mixed" in t.precisions], ids=lambda t: t.name)
+def test_experts_in_bf16(training: EmulatedTraining, emulated: EmulatedDevice, forks: Forks, tmp_path: Path) -> None:
+    """Losses are near those of the CPU in fp32, and not the same; nothing else is waited for."""
+    on_cpu = training.losses_on_cpu(forks, tmp_path)
+    run = training.run(emulated, "bf16-mixed", tmp_path)
+    assert judge(training, "bf16-mixed", run, on_cpu) == ""
+    assert largest_difference(run.result, on_cpu) > 1e-5
+    assert waits_of_a_step(training, run) == WAITS[training.name]
+
+
 def test_dataparallel_over_two_devices(emulated: EmulatedDevice, forks: Forks, tmp_path: Path) -> None:
     """One process deals its microbatches to both, and has the losses of one that has one device."""
     run = EmulatedTraining("native/nothing+dp", ranks=1).run(emulated, "fp32", tmp_path)

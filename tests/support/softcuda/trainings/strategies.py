@@ -94,7 +94,7 @@ class EmulatedTraining:
 
 
 ALL = ("fp32", "bf16-mixed", "fp16", "bf16-master")
-FP32 = ("fp32",)
+FP32, MIXED = ("fp32",), ("fp32", "bf16-mixed")
 TRAININGS = (
     EmulatedTraining("single", ranks=1),
     EmulatedTraining("native/nothing"),
@@ -147,7 +147,7 @@ def _mixture(strategy: str, task: str = "Mixtral", **args: Any) -> EmulatedTrain
     """Return the training of a mixture of experts."""
     use = {"use": f"{MIXTURES}:Stepwise{task}", "args": args}
     slow = {"optimizer": {"name": "adamw", "lr": 1e-3}}
-    return EmulatedTraining(strategy, {"task": use, "train": slow}, FP32, task=" ".join([task, *args.values()]))
+    return EmulatedTraining(strategy, {"task": use, "train": slow}, MIXED, task=" ".join([task, *args.values()]))
 
 
 COMPILED = {"model": {"compile": {"backend": "aot_eager"}}}
