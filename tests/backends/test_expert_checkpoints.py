@@ -76,7 +76,7 @@ def test_transformers_loads_what_experts_export(tmp_path: Path) -> None:
     with SavedState(contents.path, contents.manifest) as state:
         saved = {name: state.whole(name, "weight") for name, _ in OfTransformers().model().named_parameters()}
     assert {name for name, p in loaded.named_parameters() if not torch.equal(p, saved[name])} == set()
-    weights = {"model": {"weights": str(tmp_path / "hf")}}
+    weights: dict[str, Any] = {"model": {"weights": str(tmp_path / "hf")}}
     alone = losses(tmp_path / "alone", ONE, **weights)
     assert alone[0] != pytest.approx(losses(tmp_path / "new", ONE, 1)[0], rel=1e-3)
     assert losses(tmp_path / "again", EXPERT2, **weights) == pytest.approx(alone, rel=1e-5)
