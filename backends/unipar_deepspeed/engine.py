@@ -200,7 +200,7 @@ class ZeroEngine(OptimizerEngine):
                 engine.zero_grad()
                 return Step(share, norm, left_out)
         engine.step()
-        skipped = left_out or bool(getattr(self.zero, "overflow", False))
+        skipped = left_out if isinstance(left_out, Tensor) else bool(getattr(self.zero, "overflow", False))
         if norm is None or skipped:
             norm = self._norm_of_library()
         if self.stage and self.scaler is not None:

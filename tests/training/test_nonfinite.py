@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typing_extensions import override
 
 import unipar
-from examples.char_gpt import CharGPT
 from tests.support.world import ROOT
 from unipar.errors import ConfigError, NonFinite, UniparError
 
 pytestmark = pytest.mark.forked
-
-BAD = 3
-"""Number of the step whose loss is finite on all ranks, and whose gradient is infinite on one."""
 
 STRATEGIES = {
     "native/optimizer": {"data": 2, "shard": "optimizer"},
@@ -33,29 +28,9 @@ STRATEGIES = {
 }
 
 
-class OfRoot(CharGPT):
-    """In step 3 the loss has a root at 0: it is finite, and its gradient is not."""
-
-    def __init__(self, bad: int = BAD, last: int = BAD) -> None:
-        super().__init__(layers=2, width=16, heads=2, context=8)
-        self.bad, self.last, self.number = bad, last, 0
-
-    @override
-    def train(self, run: Any) -> None:
-        for local_batch in run.batches():
-            self.number = run.done + 1
-            run.step(local_batch)
-
-    @override
-    def loss(self, model: Any, batch: Any) -> Any:
-        loss = super().loss(model, batch)
-        zero = (loss - loss.detach()).clamp(min=0.0)
-        return loss + (zero.sqrt() if self.bad <= self.number <= self.last else zero * 0.0)
-
-
 def config_of(folder: Path, strategy: str, args: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     return {
-        "task": {"use": f"{ROOT}/tests/training/test_nonfinite.py:OfRoot", "args": args or {}},
+        "task": {"use": f"{ROOT}/tests/support/root_task.py:OfRoot", "args": args or {}},
         "device": "cpu",
         "backend": strategy.partition("/")[0],
         "parallel": STRATEGIES.get(strategy, {"data": 1}),
