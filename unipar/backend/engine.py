@@ -315,6 +315,11 @@ class DelegatingEngine(Engine):
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
 
+    @property
+    @override
+    def traced(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.traced
+
     @override
     def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
         return self.inner.step(fn, micros, factor, mark)
