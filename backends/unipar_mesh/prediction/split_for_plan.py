@@ -224,7 +224,7 @@ class ModelSplit:
         first: Any = next(part.module.parameters())
         self.experts: Sequence[ExpertLayer] = ()
         left_out: Sequence[ExpertLayer] = ()
-        if axes.expert > 1 or axes.tensor > 1:
+        if axes.expert > 1 or (axes.tensor > 1 and hasattr(first, "fake_mode")):
             mode = first.fake_mode
             with mode, nullcontext() if axes.expert > 1 else suppress(TaskError):  # tensor needs none
                 fake_batch = map_tensors(batch, mode.from_tensor)
