@@ -201,7 +201,7 @@ class ZeroEngine(OptimizerEngine):
                 return Step(share, norm, left_out)
         engine.step()
         skipped = left_out if isinstance(left_out, Tensor) else bool(getattr(self.zero, "overflow", False))
-        if norm is None or skipped:
+        if norm is None or skipped is True:
             norm = self._norm_of_library()
         if self.stage and self.scaler is not None:
             self.zero.loss_scale = 1.0  # the loss is scaled in `step`, not in DeepSpeed's backward
