@@ -184,3 +184,20 @@ def _not_forked(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with without_forks():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _imports() -> Iterator[None]:
+    """A test leaves `sys.path`, and the files of tasks that are imported, as it found them."""
+    path, task_files = list(sys.path), dict(_task_files())
+    yield
+    sys.path[:] = path
+    after = _task_files()
+    for file in after.keys() - task_files.keys():
+        sys.modules.pop(after.pop(file).__name__, None)
+
+
+def _task_files() -> dict[str, Any]:
+    """The files of tasks that this process has imported."""
+    importing = sys.modules.get("unipar.task.importing")
+    return importing.imported_files if importing else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tests.conformance import tasks
 from unipar.config.config import TaskUse
 from unipar.errors import TaskError
 from unipar.task import Task
-from unipar.task.importing import LaunchReached, imported_files, is_importing_task, next_earlier_run
+from unipar.task.importing import LaunchReached, is_importing_task, next_earlier_run
 from unipar.task.location import CodeLocation
 from unipar.task.reference import TaskRef
 
@@ -32,18 +31,6 @@ class Mine(Base):
 class Lacking(unipar.Task):
     def model(self): ...
 """
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """Restore sys.path and forget files that a test imported."""
-    path, files = list(sys.path), dict(imported_files)  # pyright: ignore[reportPrivateUsage]
-    yield
-    sys.path[:] = path
-    imported_files.clear()  # pyright: ignore[reportPrivateUsage]
-    imported_files.update(files)  # pyright: ignore[reportPrivateUsage]
-    for name in [n for n in sys.modules if n.startswith("unipar_task")]:
-        del sys.modules[name]
 
 
 def _ref(tmp_path: Path, text: str, name: str, **args: Any) -> TaskRef:
