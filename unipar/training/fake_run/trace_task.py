@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from unipar.backend.precision import autocast_dtype
 from unipar.config import Config
@@ -170,22 +171,19 @@ def trace_part(
     counts = (few, few + fake.micro)
     in_full: Activations | None = None
     worst: Activations | None = None
-    steps: list[FakeStep] = []
-    sizes: list[tuple[int, int, int]] = []
     with part.placed():
         if proof_of_whole is not None and axes.pieces == 1 and autocast_dtype(fake.config.train.precision) is not None:
-            in_full = combine_steps(*(trace_step(in_full_precision(fake), count, part) for count in counts))
-        for count in counts:
-            steps.append(trace_step(fake, count, part))
-            sizes.append((part.sent_on, part.sent_back, part.received))
+            in_full = combine_steps(*_trace_steps(in_full_precision(fake), counts, part))
+        steps = _trace_steps(fake, counts, part)
         if axes.expert > 1:
             part.routing = "worst"
-            worst = combine_steps(*(trace_step(fake, count, part) for count in counts))
+            worst = combine_steps(*_trace_steps(fake, counts, part))
             part.routing = "even"
         timeline = fake.timeline(part.blocks, steps[0].record, part.stages_of)
     experts = frozenset(number for number, name in enumerate(part.blocks) if name in part.experts_of_blocks)
     timeline = replace(timeline, whole=traced.timeline.parameters, experts=experts)
-    on, back, received = (line_through(*zip(counts, each, strict=True)) for each in zip(*sizes, strict=True))
+    passed = zip(*(step.passed for step in steps), strict=True)
+    on, back, received = (line_through(*zip(counts, each, strict=True)) for each in passed)
     stage = PlannedStage(timeline, combine_steps(*steps), sent_on=on, sent_back=back, received=received)
     schedule = axes.schedule if axes.pipeline > 1 else None
     rank = PlannedRank.alone(stage, schedule, axes.pipeline, part.stage % axes.pipeline)
@@ -218,22 +216,49 @@ def _volumes(steps: Sequence[FakeStep], part: RankPart) -> Sequence[MicrobatchVo
     return volumes
 
 
-def _trace_steps(fake: FakeTask, counts: Sequence[int]) -> list[FakeStep]:
-    """Return a step with a microbatch of each of these sizes.
+def _trace_steps(fake: FakeTask, counts: Sequence[int], part: RankPart | None = None) -> list[FakeStep]:
+    """Return a step with a microbatch of each of these sizes, of the full model or of a part in its place.
 
     Of equal blocks only some run, if they stand for the others: one more is added, and must use memory as expected.
     """
-    model, blocks = fake.model, fake.blocks
-    if equal := find_equal_blocks(model, blocks):
-        short, longer = (ShortModel(model, blocks, equal, kept) for kept in (KEPT, KEPT + 1))
+    blocks = (fake if part is None else part).blocks
+    if equal := find_equal_blocks(fake.model, blocks):
+        short, longer = (ShortModel(fake.model, blocks, equal, kept) for kept in (KEPT, KEPT + 1))
         with suppress(Exception):  # the model needs all blocks: they run below, and tell what is wrong
-            with longer.open():
-                expected = trace_step(fake, counts[0], blocks=longer.blocks)
-            with short.open():
-                steps = [trace_step(fake, count, blocks=short.blocks) for count in counts]
-            if short.stands_for(longer, steps[0].record, expected.record):
+            expected = _trace_short(fake, counts[:1] if part is None else counts, longer, part)
+            steps = _trace_short(fake, counts, short, part)
+            if all(short.stands_for(longer, a.record, b.record) for a, b in zip(steps, expected, strict=False)):
+                if part is not None:
+                    steps = [_with_traffic(short, *each) for each in zip(steps, expected, strict=True)]
                 return [replace(step, record=short.extended(step.record)) for step in steps]
-    return [trace_step(fake, count) for count in counts]
+    return [trace_step(fake, count, part) for count in counts]
+
+
+def _trace_short(fake: FakeTask, counts: Sequence[int], short: ShortModel, part: RankPart | None) -> list[FakeStep]:
+    """Return steps in which only some of equal blocks run."""
+    with short.open():
+        if part is None:
+            return [trace_step(fake, count, blocks=short.blocks) for count in counts]
+        part.left_out = short.left_out
+        try:
+            return [trace_step(fake, count, part, short.blocks) for count in counts]
+        finally:
+            part.left_out = frozenset()
+
+
+def _with_traffic(short: ShortModel, step: FakeStep, longer: FakeStep) -> FakeStep:
+    """Return a step of a part with what all blocks send; `longer`: that with one more of equal blocks.
+
+    Raise ValueError if that does not tell it.
+    """
+    more = short.same_left_out
+    if more is None or step.passed != longer.passed or list(step.sent) != list(longer.sent):
+        raise ValueError(short.left_out)
+
+    def of_all(few: Mapping[tuple[str, str], int], one_more: Mapping[tuple[str, str], int]) -> Mapping[Any, int]:
+        return {key: number + more * (one_more[key] - number) for key, number in few.items()}
+
+    return replace(step, sent=of_all(step.sent, longer.sent), calls=of_all(step.calls, longer.calls))
 
 
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
