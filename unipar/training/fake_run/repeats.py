@@ -1,4 +1,4 @@
-"""Blocks that are equal: three of them run on fake tensors, and their record is that of any number."""
+"""Blocks that are equal: three or five of them run on fake tensors, and their record is that of any number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 from unipar.prediction.timeline import Moment
 from unipar.training.fake_run.step_recorder import FakeBlock, StepRecord
 
-KEPT = 3
-"""Number of equal blocks that run: a first one, one for all between, and a last one."""
+ENDS = (1, 2)
+"""Numbers of equal blocks that run on each side of one for all between; more if fewer do not stand for the others."""
 
 _POSITIONS = ("idx", "index", "number", "layer_id")
 """Ends of names of attributes that tell a block its place, and nothing about what it computes."""
@@ -43,13 +43,13 @@ class EqualBlocks:
         """Number of blocks that one of them is, with those inside."""
         return len(self.inner) + 1
 
-    def kept(self, number: int) -> tuple[str, ...]:
-        """Return the keys of this many of them: the first ones, and the last."""
-        return (*self.keys[: number - 1], self.keys[-1])
+    def middle(self, ends: int, middle: int) -> range:
+        """Return the places of those that are left out if some run at the ends, and `middle` of those between."""
+        return range(ends + middle, len(self.keys) - ends)
 
 
 def find_equal_blocks(model: nn.Module, blocks: Sequence[str]) -> list[EqualBlocks]:
-    """Return neighbours in containers that are more equal blocks than need to run.
+    """Return neighbours in containers that are more equal blocks than need to run at least.
 
     Their parameters are in no other module. Other children of a container are other blocks, or none.
     """
@@ -71,7 +71,7 @@ def find_equal_blocks(model: nn.Module, blocks: Sequence[str]) -> list[EqualBloc
 
         for found, children in groupby(parent.named_children(), kind):
             keys = tuple(key for key, _ in children)
-            if found is None or len(keys) <= KEPT + 1:
+            if found is None or len(keys) <= 2 * ENDS[0] + 2:
                 continue
             equal = EqualBlocks(container, keys, 0, found[0])
             equal = replace(equal, first=numbers[equal.names[0]] - len(equal.inner))
@@ -102,16 +102,21 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 class ShortModel:
     """A model in which only some of equal blocks are there, by their names, for as long as it is open."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], equal: Sequence[EqualBlocks], kept: int) -> None:
-        self.model, self.equal, self.number = model, equal, kept
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], equal: Sequence[EqualBlocks], ends: int, middle: int = 1
+    ) -> None:
+        """`ends`: how many of equal blocks run on each side of `middle` between."""
+        self.model = model
+        self.equal = [each for each in equal if each.middle(ends, 2)]
+        self.ends, self.between = ends, middle
         self._all_blocks = tuple(blocks)
         self._parameters: tuple[str, ...] = ()
         self._modules: tuple[str, ...] = ()
         self.left_out = frozenset(
-            name
-            for each in equal
-            for number, name in enumerate(self._all_blocks[each.first :][: each.each * len(each.keys)])
-            if kept - 1 <= number // each.each < len(each.keys) - 1
+            self._all_blocks[each.first + place * each.each + number]
+            for each in self.equal
+            for place in each.middle(ends, middle)
+            for number in range(each.each)
         )
         """Names of the blocks that are not there."""
 
@@ -135,9 +140,8 @@ class ShortModel:
         """Context manager: a container has the others under their names, and counts them from 0."""
         module: Any = self.model.get_submodule(container)
         kind, children = type(module), dict(module._modules)
-        left_out = {key for each in self.equal if each.container == container for key in each.keys} - {
-            key for each in self.equal if each.container == container for key in each.kept(self.number)
-        }
+        own = [each for each in self.equal if each.container == container]
+        left_out = {each.keys[place] for each in own for place in each.middle(self.ends, self.between)}
 
         def child(this: Any, place: Any) -> Any:
             return list(this._modules.values())[place] if isinstance(place, int) else kind.__getitem__(this, place)
@@ -151,12 +155,12 @@ class ShortModel:
 
     def stands_for(self, longer: ShortModel, record: StepRecord, expected: StepRecord) -> bool:
         """Return whether its record leads to that of a model with more of the blocks."""
-        return same_memory(self._repeated(record, longer.number), expected)
+        return same_memory(self._repeated(record, longer.between), expected)
 
     @property
     def same_left_out(self) -> int | None:
         """Number of equal blocks that are left out, if it is the same wherever there are some; else None."""
-        numbers = {len(each.keys) - self.number for each in self.equal}
+        numbers = {len(each.middle(self.ends, self.between)) for each in self.equal}
         return numbers.pop() if len(numbers) == 1 else None
 
     def extended(self, record: StepRecord) -> StepRecord:
@@ -181,11 +185,11 @@ class ShortModel:
             viewed_again=frozenset(name for name in parameters if self._name_in_short(name) in record.viewed_again),
         )
 
-    def _repeated(self, record: StepRecord, number: int | None) -> StepRecord:
-        """Return the record of a model with this many of the blocks, or with all."""
+    def _repeated(self, record: StepRecord, between: int | None) -> StepRecord:
+        """Return the record of a model with this many of the blocks between those at the ends, or with all."""
         for equal in reversed(self.equal):
-            middle = self.blocks.index(equal.names[self.number - 2])
-            count = (number or len(equal.keys)) - self.number + 1
+            middle = self.blocks.index(equal.names[self.ends])
+            count = between or len(equal.middle(self.ends, 0))
             record = repeat_block(record, middle, count, equal.each)
         return record
 
@@ -205,8 +209,9 @@ class ShortModel:
             start = f"{equal.container}." if equal.container else ""
             key, dot, rest = name.removeprefix(start).partition(".")
             if name.startswith(start) and key in equal.keys:
-                place, last = equal.keys.index(key), len(equal.keys) - 1
-                return f"{equal.names[place if place == last else min(place, self.number - 2)]}{dot}{rest}"
+                place = equal.keys.index(key)
+                place = self.ends if place in equal.middle(self.ends, 0) else place
+                return f"{equal.names[place]}{dot}{rest}"
         return name
 
 

@@ -24,7 +24,7 @@ from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.compiled import compile_parts
 from unipar.training.fake_run.fake_task import FEWEST_SAMPLES, FakeTask, fake_task
-from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
+from unipar.training.fake_run.repeats import ENDS, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
 from unipar.training.fake_run.step_recorder import FakeBlock
 from unipar.training.task_facts import user_errors_as_task_errors
@@ -222,28 +222,42 @@ def _trace_steps(fake: FakeTask, counts: Sequence[int], part: RankPart | None = 
     Of equal blocks only some run, if they stand for the others: one more is added, and must use memory as expected.
     """
     blocks = (fake if part is None else part).blocks
-    if equal := find_equal_blocks(fake.model, blocks):
-        short, longer = (ShortModel(fake.model, blocks, equal, kept) for kept in (KEPT, KEPT + 1))
+    equal = find_equal_blocks(fake.model, blocks)
+    for ends in ENDS:
+        short, longer = (ShortModel(fake.model, blocks, equal, ends, middle) for middle in (1, 2))
+        if not short.equal:
+            break
         with suppress(Exception):  # the model needs all blocks: they run below, and tell what is wrong
-            expected = _trace_short(fake, counts[:1] if part is None else counts, longer, part)
-            steps = _trace_short(fake, counts, short, part)
-            if all(short.stands_for(longer, a.record, b.record) for a, b in zip(steps, expected, strict=False)):
-                if part is not None:
-                    steps = [_with_traffic(short, *each) for each in zip(steps, expected, strict=True)]
-                return [replace(step, record=short.extended(step.record)) for step in steps]
+            checked = counts[:1] if part is None else counts  # what other sizes of a part send is told from it, too
+            return [_trace_short(fake, count, short, longer if count in checked else None, part) for count in counts]
     return [trace_step(fake, count, part) for count in counts]
 
 
-def _trace_short(fake: FakeTask, counts: Sequence[int], short: ShortModel, part: RankPart | None) -> list[FakeStep]:
-    """Return steps in which only some of equal blocks run."""
+def _trace_short(
+    fake: FakeTask, count: int, short: ShortModel, longer: ShortModel | None, part: RankPart | None
+) -> FakeStep:
+    """Return a step of all blocks, of which some run; raise ValueError if those do not stand for the others.
+
+    `longer`: model with one more of them; None: it is known that they do.
+    """
+    step = _trace_open(fake, count, short, part)
+    if longer is not None:
+        expected = _trace_open(fake, count, longer, part)
+        if not short.stands_for(longer, step.record, expected.record):
+            raise ValueError(short.left_out)
+        step = step if part is None else _with_traffic(short, step, expected)
+    return replace(step, record=short.extended(step.record))
+
+
+def _trace_open(fake: FakeTask, count: int, short: ShortModel, part: RankPart | None) -> FakeStep:
     with short.open():
-        if part is None:
-            return [trace_step(fake, count, blocks=short.blocks) for count in counts]
-        part.left_out = short.left_out
+        if part is not None:
+            part.left_out = short.left_out
         try:
-            return [trace_step(fake, count, part, short.blocks) for count in counts]
+            return trace_step(fake, count, part, short.blocks)
         finally:
-            part.left_out = frozenset()
+            if part is not None:
+                part.left_out = frozenset()
 
 
 def _with_traffic(short: ShortModel, step: FakeStep, longer: FakeStep) -> FakeStep:
