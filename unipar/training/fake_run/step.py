@@ -125,7 +125,6 @@ def _record_step(
     if part is not None:
         part.keep = recorder.keep
     with ExitStack() as stack:
-        stack.enter_context(_only_asked_collection())
         stack.enter_context(recorder.follow(model, blocks))
         stack.enter_context(nullcontext() if part is None else part.armed())
         if part is not None and part.halves:  # torch adds to earlier gradients without autograd's knowledge
@@ -133,6 +132,7 @@ def _record_step(
                 for p in model.parameters():
                     p.grad = torch.zeros_like(p) if p.requires_grad else None
             recorder.keep_sums(model, blocks)
+        stack.enter_context(_only_asked_collection())  # hooks on all modules are there, and are not looked at
         for entered in (mode, assumed, counter, recorder):
             if entered is not None:
                 stack.enter_context(entered)
