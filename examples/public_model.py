@@ -1,7 +1,7 @@
-"""A public model of transformers from the numbers of its config, for all recipes in this folder.
+"""Public models from the numbers of their configs: `unipar plan configs/recipes/llama3_8b_full.yaml --world 8`.
 
-With a file of tokens it trains; without one, every token is 0, which is enough for `unipar plan`. Weights are loaded by
-`model.weights`, from the folder in which the hub's files are.
+With a file of tokens it trains; without one, every token is 0, which is enough for a plan. `model.weights` loads the
+files of the hub. docs/recipes.md has all recipes.
 """
 # pyright: reportImplicitOverride=false
 
@@ -29,18 +29,19 @@ class PublicModel(unipar.Task):
         lora: int = 0,
         targets: str | list[str] = "all-linear",
         chunks: int = 1,
+        base: str = "bfloat16",
     ) -> None:
         """Take a model's type and the numbers of its config.
 
-        `tokens`: file of 32-bit numbers. `lora`: rank of adapters over frozen bf16 weights; 0: all is trained.
+        `tokens`: file of 32-bit numbers. `lora`: rank of adapters over frozen weights in `base`; 0: all is trained.
         `chunks`: parts of a sequence whose logits are computed one after the other, and again in backward.
         """
         self.family, self.sizes, self.length, self.tokens = family, sizes, length, tokens
-        self.lora, self.targets, self.chunks = lora, targets, chunks
+        self.lora, self.targets, self.chunks, self.base = lora, targets, chunks, base
 
     def model(self) -> nn.Module:
         config = AutoConfig.for_model(self.family, **{"use_cache": False, **self.sizes})
-        dtype = {"dtype": torch.bfloat16} if self.lora else {}
+        dtype = {"dtype": getattr(torch, self.base)} if self.lora else {}
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **dtype)
         if self.chunks > 1:
             model.forward = partial(loss_in_chunks, model, self.chunks)
@@ -48,9 +49,7 @@ class PublicModel(unipar.Task):
             return model
         from peft import LoraConfig, get_peft_model
 
-        adapter = LoraConfig(
-            r=self.lora, lora_alpha=2 * self.lora, target_modules=self.targets, task_type="CAUSAL_LM"
-        )
+        adapter = LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules=self.targets, task_type="CAUSAL_LM")
         return get_peft_model(model, adapter)
 
     def data(self) -> list[Tensor]:
