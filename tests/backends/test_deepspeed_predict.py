@@ -26,6 +26,7 @@ from unipar.launcher.processes.group import WorkerGroup
 from unipar.prediction.timeline import (
     CommVolume,
     Moment,
+    PredictedModule,
     PredictedParameter,
     Prediction,
     StepTimeline,
@@ -156,6 +157,26 @@ def test_stage_3_gathers_and_keeps_what_autograd_keeps() -> None:
 def test_what_is_sent(strategy: str, precision: str, wanted: list[CommVolume]) -> None:
     """Gradients, the norm and, in bf16, whether one overflowed; parameters after the update, in stage 3 before use."""
     assert list(predict(strategy, 2, precision=precision).sent) == wanted
+
+
+@pytest.mark.parametrize(
+    ("shard", "weights", "gathered"),
+    [
+        ("nothing", {"a": 600_004, "b": 200_000, "frozen": 160_000}, (0, 0)),
+        ("gradients", {"group 0, flat": 800_016, "frozen": 160_000}, (800_016, 1)),
+        # a and the frozen ones are gathered by themselves, in forward and in backward; b once
+        ("parameters", {"a": 300_004, "b": 100_000, "frozen": 80_000}, (2 * (600_008 + 160_000) + 200_000, 5)),
+    ],
+)
+def test_frozen_weights_in_bf16(shard: str, weights: dict[str, int], gathered: tuple[int, int]) -> None:
+    """They stay narrow beside what is trained in fp32, and stage 3 gathers each dtype by itself."""
+    frozen = PredictedParameter("frozen", (80_000,), 2, trained=False)
+    modules = (PredictedModule("first", (0, 2)), TIMELINE.modules[1])
+    timeline = replace(TIMELINE, parameters=(*TIMELINE.parameters, frozen), modules=modules)
+    prediction = predict(f"deepspeed/{shard}", 2, timeline)
+    assert {term.name: term.size for term in prediction.terms if term.category == "parameters"} == weights
+    sent = [(each.size, each.calls) for each in prediction.sent if each.collective == "all_gather"]
+    assert sent == [gathered] * (gathered[0] > 0)
 
 
 @pytest.mark.parametrize(
