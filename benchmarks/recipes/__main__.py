@@ -90,7 +90,7 @@ def recipe_table(rows: Sequence[PlannedRecipe]) -> str:
 def published_table(rows: Sequence[tuple[PublishedPeak, int | None]]) -> str:
     """Return the table of published peaks in Markdown."""
     lines = [
-        ["setting", "measured", "published", "planned", "difference", "set aside", "why it differs"],
+        ["setting", "measured", "published", "planned", "difference", "held out", "why it differs"],
         ["---", "---", "--:", "--:", "--:", "---", "---"],
     ]
     for row, planned in rows:
