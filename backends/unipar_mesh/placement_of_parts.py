@@ -35,6 +35,7 @@ class Placement:
     """Modules of which the ranks of `mesh_of_experts` train the same experts."""
 
     mesh_of_experts: DeviceMesh | None
+    """None: no other rank trains this one's experts, and FSDP2 does not have them."""
 
     settings: Mapping[str, Any]
     """Further arguments of fully_shard."""
@@ -63,9 +64,12 @@ def place_model(
     replace_parameters(module, shape_only)
     shell = ForwardCall(module, device)
     if placement.mesh is not None:
-        ignored = set(absent.values())
-        for name in placement.experts:
-            fully_shard(module.get_submodule(name), mesh=placement.mesh_of_experts, **placement.settings)
+        ignored: set[nn.Parameter] = set(absent.values())
+        for experts in map(module.get_submodule, placement.experts):
+            if placement.mesh_of_experts is None:
+                ignored.update(experts.parameters())
+            else:
+                fully_shard(experts, mesh=placement.mesh_of_experts, **placement.settings)
         for name in own_blocks:
             fully_shard(module.get_submodule(name), mesh=placement.mesh, ignored_params=ignored, **placement.settings)
         fully_shard(shell, mesh=placement.mesh, ignored_params=ignored, **placement.settings)

@@ -130,6 +130,16 @@ def test_experts_of_one_rank_are_sent_to_nobody(traces: TaskTraces) -> None:
     assert step.phases[-1].held["parameters"] == padded // 2 + EXPERTS_OF_LAYER
 
 
+def test_experts_of_one_rank_are_held_once(traces: TaskTraces) -> None:
+    """They are not gathered, and their gradients are added up in place; where two ranks have the same, FSDP2 gathers
+    them."""
+    rest = sum(p.size for p in traces.whole.timeline.parameters) - 2 * EXPERTS_OF_LAYER
+    own = rest + EXPERTS_OF_LAYER
+    for ranks, gathered in ((2, rest), (4, own)):
+        _, forward, _, update, _ = step_of(traces, "native/nothing+expert2", ranks).phases
+        assert (forward.held["communication"], update.held["gradients"]) == (gathered, own)
+
+
 def test_kernels_that_need_values() -> None:
     """A loop over experts runs on the numbers that even rows have."""
     task = given(kernel="eager")

@@ -78,6 +78,7 @@ def predict_mesh(
         once=parallel.shard in ("nothing", "optimizer"),
         in_copies=in_copies,
         ranks_of_groups=dict.fromkeys(timeline.experts, _ranks_of_experts(config, mesh)),
+        whole_groups=timeline.experts if len(alike) == mesh.expert else frozenset(),
     )
     traffic += sent_by_fsdp2(
         model,
