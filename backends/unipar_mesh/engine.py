@@ -68,7 +68,7 @@ class MeshEngine(ShardedEngine):
         self.split = MeshSplit.of(part, look, world, axes, vocabulary=options.vocabulary == "split")
         self._parts = self.split.own_parts(world.mesh.seat["tensor"])
         sites = calls_of_blocks(part.module, {} if axes.context > 1 else look.plans)
-        shell = place_model(part.module, self.split.own_blocks, self.placement(config, world), world.device)
+        shell = place_model(part.module, self.placement(config, world), world.device)
         super().__init__(replace(part, optimizer=partial(_optimizer_by_mesh, part.optimizer)), config, world)
         self._call_through(shell, part, config)
         self._count_elements_once()
@@ -180,7 +180,9 @@ class MeshEngine(ShardedEngine):
                 mesh = world.groups.copies_of_ranks(*copies_by_machine(world.mesh, world.machines))
             else:
                 mesh = world.groups.copies_and_shards(over * self.axes.context)
-        return Placement(self.split.absent, self._parts, mesh, *self._experts_of_rank(config, world), settings)
+        gathered_once = self.once and self.axes.pieces == 1
+        blocks = self.split.larger_blocks(self._parts) if gathered_once else self.split.own_blocks
+        return Placement(self.split.absent, self._parts, mesh, blocks, *self._experts_of_rank(config, world), settings)
 
     def _experts_of_rank(self, config: Config, world: World) -> tuple[list[str], DeviceMesh | None]:
         """Return the modules of this rank's experts, and the mesh of ranks that train the same ones, if others do."""

@@ -31,6 +31,9 @@ class Placement:
     mesh: DeviceMesh | None
     """Copies x shards, for FSDP2; None without it."""
 
+    blocks: Sequence[str]
+    """Modules that are groups of FSDP2's over `mesh`; all else is one more."""
+
     experts: Sequence[str]
     """Modules of which the ranks of `mesh_of_experts` train the same experts."""
 
@@ -41,9 +44,7 @@ class Placement:
     """Further arguments of fully_shard."""
 
 
-def place_model(
-    module: nn.Module, own_blocks: Sequence[str], placement: Placement, device: torch.device
-) -> ForwardCall:
+def place_model(module: nn.Module, placement: Placement, device: torch.device) -> ForwardCall:
     """Give this rank its parameters, with rank 0's values; return the module to call.
 
     A parameter that is absent becomes zeros without memory: what the loss computes before the first own block runs on
@@ -70,7 +71,7 @@ def place_model(
                 ignored.update(experts.parameters())
             else:
                 fully_shard(experts, mesh=placement.mesh_of_experts, **placement.settings)
-        for name in own_blocks:
+        for name in placement.blocks:
             fully_shard(module.get_submodule(name), mesh=placement.mesh, ignored_params=ignored, **placement.settings)
         fully_shard(shell, mesh=placement.mesh, ignored_params=ignored, **placement.settings)
     now = dict(module.named_parameters(remove_duplicate=False))

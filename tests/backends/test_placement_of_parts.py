@@ -21,9 +21,15 @@ def sharded_names(mesh: Mesh, experts_over: int | None) -> set[str]:
     with fake_groups(mesh) as groups:
         of_experts = None if experts_over is None else groups.copies_and_shards_of_experts(experts_over)
         placement = Placement(
-            frozenset(), {}, groups.copies_and_shards(mesh.sizes["data"]), EXPERTS_OF_LAYERS, of_experts, {}
+            frozenset(),
+            {},
+            groups.copies_and_shards(mesh.sizes["data"]),
+            ["layers.0", "layers.1"],
+            EXPERTS_OF_LAYERS,
+            of_experts,
+            {},
         )
-        place_model(net, ["layers.0", "layers.1"], placement, torch.device("cpu"))
+        place_model(net, placement, torch.device("cpu"))
         return {name for name, p in net.named_parameters() if isinstance(p, DTensor)}
 
 
