@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import unipar
 from benchmarks.recipes import __main__ as tables
 from benchmarks.recipes.planned import PRETRAINING, TUNING, PlannedRecipe, PublishedPeak, published_peaks
 from unipar.backend.offered_strategies import expand_strategy_patterns
@@ -91,6 +90,17 @@ def test_tables_are_put_between_their_marks(tmp_path: Path, monkeypatch: pytest.
     assert page.read_text("utf-8") == "a\n<!-- recipes -->\n\nnew \\1\n<!-- end -->\nb\n"
 
 
+def test_tokens_of_a_file_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fill a row is left out."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from public_model import PublicModel  # pyright: ignore[reportMissingImports]
+
+    file = tmp_path / "tokens.bin"
+    file.write_bytes(torch.arange(10, dtype=torch.int32).numpy().tobytes())
+    rows = PublicModel("llama", {}, 4, str(file)).data()
+    assert [row.tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("lora", [0, 2])
 def test_logits_in_chunks_have_the_loss_of_all(monkeypatch: pytest.MonkeyPatch, lora: int) -> None:
@@ -102,11 +112,11 @@ def test_logits_in_chunks_have_the_loss_of_all(monkeypatch: pytest.MonkeyPatch, 
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
-    def trained(chunks: int) -> tuple[float, list[torch.Tensor]]:
+    def trained(chunks: int) -> tuple[float, list[Any]]:
         torch.manual_seed(0)
-        task: Any = PublicModel("llama", sizes, 16, lora=lora, targets=["q_proj"], chunks=chunks)
-        assert isinstance(task, unipar.Task)
-        model = task.model().float()
+        task = PublicModel("llama", sizes, 16, lora=lora, targets=["q_proj"], chunks=chunks)
+        model: Any = task.model()
+        model.float()
         batch = torch.arange(32).view(2, 16) % 50
         loss = task.loss(model, batch)
         loss.backward()

@@ -235,7 +235,7 @@ def test_blocks_that_are_few_or_differ_run_all() -> None:
 
 def test_a_short_model_is_whole_again() -> None:
     """The first blocks and the last are there while it is open, under their names, and counted from 0."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+    model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
     names, whole = [str(n) for n in range(6)], list(model)
     short = ShortModel(model, names, find_equal_blocks(model, names), 1)
     assert short.blocks == ("0", "1", "5")
