@@ -210,3 +210,13 @@ def test_attention_that_does_not_run_on_a_part_is_refused() -> None:
     )
     (row,) = unipar.plan(task, strategies=["native/nothing+context2+expert2"], worlds=[4]).rows
     assert row.refusal == sentence
+
+
+def test_attention_is_computed_again_in_the_same_way() -> None:
+    """Under recompute, the way that auto has chosen with a mask of all positions, which are cut by then."""
+    task = {**given(), "model": {"recompute": "blocks"}}
+    task["task"]["args"] |= {"attention": "sdpa", "num_attention_heads": 8, "num_key_value_heads": 2}
+    (row,) = unipar.plan(task, strategies=["native/nothing+context2"], worlds=[2]).rows
+    assert not row.refusal
+    (sent,) = [each.calls for each in row.sent if (each.axis, each.collective) == ("context", "all_to_all")]
+    assert sent == 4 * 2 * 2 * 3  # microbatches, blocks, both ways; forward, again, backward

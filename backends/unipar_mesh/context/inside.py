@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -16,7 +16,14 @@ from typing_extensions import override
 from unipar.errors import TaskError
 from unipar_mesh.context.head_exchange import why_no_exchange
 from unipar_mesh.context.sequence_layout import SequenceLayout
-from unipar_mesh.context.spread_attention import Choice, as_computed, attend_over_ranks, choose_way, gather_sequence
+from unipar_mesh.context.spread_attention import (
+    Choice,
+    Way,
+    as_computed,
+    attend_over_ranks,
+    choose_way,
+    gather_sequence,
+)
 
 RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
     {
@@ -55,6 +62,9 @@ class Pass:
 
     ours: list[Tensor] = field(default_factory=list)
     """Tensors that the block before has put out: cut already."""
+
+    ways: dict[Hashable, Way] = field(default_factory=dict)
+    """Ways of attentions that `auto` has chosen, by block and shapes."""
 
 
 @final
@@ -150,9 +160,13 @@ class InsideBlock(TorchFunctionMode):
         way = self.attention
         if way == "auto":
             masked, by_heads = mask is not None, known is not None or mask is None
-            way = choose_way(
-                q, k, v, layout, name=self.name, causal=is_causal, masked=masked, dropout=dropout_p, by_heads=by_heads
-            )
+            kind = self.name, q.shape, k.shape, masked
+            if kind not in self.run.ways:  # a forward that is run again knows less of masks, and must compute the same
+                self.run.ways[kind] = choose_way(
+                    q, k, v, layout, name=self.name, causal=is_causal, masked=masked, dropout=dropout_p,
+                    by_heads=by_heads,
+                )  # fmt: skip
+            way = self.run.ways[kind]
         if way != "ulysses" or mask is None:
             mask = self._rows(mask)
         elif known is None:
