@@ -128,6 +128,7 @@ class PublishedPeak:
             "device": "cuda",
             "batch": {"total": micro * ranks * wanted.get("accumulate", 1), "micro": micro},
             "model": {"recompute": wanted.get("recompute", "none")},
+            **({"options": {"native": {"vocabulary": wanted["vocabulary"]}}} if "vocabulary" in wanted else {}),
             "train": {"steps": 1, "precision": wanted["precision"], "optimizer": {"name": "adamw", "lr": 1.0e-5}},
         }
 
