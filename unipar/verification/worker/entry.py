@@ -25,6 +25,7 @@ from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import TaskError, UniparError, Unsupported
 from unipar.model.create import narrow_frozen_parameters
+from unipar.model.fp8_linears import fp8_linears_of
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path, run_log_path
 from unipar.run_folder.run_log import RunLog
@@ -191,11 +192,22 @@ def _run_job(
             "tf32": had_tf32,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.strategy.axes.split else {},
+            "fp8": _fp8_kernels(live),
             "narrow": any(narrow_frozen_parameters(part.module, dtype) for part in live.parts.values()),
         }
         for engine in recorder.engines.values():
             engine.close()
     return result
+
+
+def _fp8_kernels(live: TrainingRun) -> dict[str, str]:
+    """Return what multiplied in each linear layer of this rank that is to multiply in fp8, by name."""
+    kernels: dict[str, str] = {}
+    for part in live.parts.values():
+        if (fp8 := fp8_linears_of(part.module)) is not None:
+            before = "" if len(live.parts) == 1 else f"{part.name}."
+            kernels |= {before + name: kernel for name, kernel in fp8.observed(part.module)[0].items()}
+    return kernels
 
 
 def _holds_copies(settled: SettledConfig) -> bool:
