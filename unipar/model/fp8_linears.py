@@ -38,6 +38,9 @@ class Fp8Linears:
     """tensorwise: a scale for each tensor; rowwise: one for each row."""
 
     kernel: Kernel
+    compiled: bool
+    """Whether what multiplies is compiled, so that it is not observed."""
+
     linears: Mapping[str, nn.Linear]
     left: Mapping[str, str] = field(default_factory=dict[str, str])
     """Reason why a linear layer is not among them, by its name."""
@@ -66,21 +69,33 @@ class Fp8Linears:
             why = _why_not_fp8(model, name, linear)
             if why is not None:
                 wrong.append(f"{name} {why}")
-            elif linear.kernel:  # pyright: ignore[reportAttributeAccessIssue] - of Fp8Linear
-                ran[name] = str(linear.kernel)
+            elif kernel := self.kernel if self.compiled else vars(linear).get("kernel"):
+                ran[name] = kernel
         return ran, wrong
 
-    def check(self, model: nn.Module) -> str:
+    def check(self, model: nn.Module, device: torch.device) -> str:
         """Return what the linears ran in the first step as a sentence; raise Inconsistent if one has left fp8."""
         ran, wrong = self.observed(model)
+        if self.compiled and not wrong:
+            wrong += self._check_alone(device)
+        wrong += [f"{name} ran {kernel}, not {self.kernel}" for name, kernel in ran.items() if kernel != self.kernel]
         if wrong:
+            layers, more = count_of(len(wrong), "linear layer"), f"; and {len(wrong) - 3} more" if wrong[3:] else ""
             raise Inconsistent(
-                f"train.precision: {self.recipe_precision} and {count_of(len(wrong), 'linear layer')} did not multiply "
-                f"in fp8: {'; '.join(wrong[:3])}{f'; and {len(wrong) - 3} more' if wrong[3:] else ''}; "
-                "call each layer itself, under the run's autocast, or take bf16-mixed"
+                f"train.precision: {self.recipe_precision}, and {layers} did not multiply in fp8: "
+                f"{'; '.join(wrong[:3])}{more}; call each layer itself, under the run's autocast, or take bf16-mixed"
             )
-        kernels = dict.fromkeys(ran.values())
-        return f"fp8: {len(ran)} of {count_of(len(self.linears), 'linear layer')} ran {' and '.join(kernels) or '-'}"
+        layers = f"{len(ran)} of {count_of(len(self.linears), 'linear layer')}"
+        if self.compiled:
+            return f"{layers} compiled, where products are not observed; such a layer alone ran {self.kernel}"
+        return f"{layers} ran {self.kernel}"
+
+    def _check_alone(self, device: torch.device) -> list[str]:
+        """Return a sentence if a layer of its own, which is not compiled, does not multiply in fp8."""
+        from unipar.model.fp8_linear import kernel_on
+
+        ran = kernel_on(device, self.recipe, emulate=self.kernel != "torch._scaled_mm")
+        return [] if ran == self.kernel else [f"a layer of its own ran {ran or 'no product in fp8'}"]
 
     @property
     def recipe_precision(self) -> str:
@@ -88,11 +103,13 @@ class Fp8Linears:
         return next(precision for precision, recipe in FP8_RECIPES.items() if recipe == self.recipe)
 
 
-def convert_to_fp8(module: nn.Module, blocks: Sequence[str], config: Config, kernel: Kernel) -> None:
+def convert_to_fp8(
+    module: nn.Module, blocks: Sequence[str], config: Config, kernel: Kernel, *, planned: bool = False
+) -> None:
     """Let linear layers multiply in fp8 if the config's precision is fp8; raise ConfigError if none of them can.
 
     They are those of blocks; of a model without blocks, all but the last, which is its head. They stay the modules that
-    they are, with their names, parameters and hooks.
+    they are, with their names, parameters and hooks. `planned`: they are without values.
     """
     recipe = FP8_RECIPES.get(config.train.precision)
     if recipe is None:
@@ -109,9 +126,10 @@ def convert_to_fp8(module: nn.Module, blocks: Sequence[str], config: Config, ker
             + (f": {first_few([f'{name} ({why})' for name, why in reasons.items()])}" if every else "")
             + "; choose other sizes, name the blocks in model.blocks, or take bf16-mixed"
         )
-    make_fp8(list(linears.values()), recipe, emulate=kernel != "torch._scaled_mm")
+    compiled = config.model.compiling is not None
+    make_fp8(list(linears.values()), recipe, emulate=kernel != "torch._scaled_mm", observed=not (compiled or planned))
     left = {name: why for name, why in reasons.items() if why}
-    module.__dict__[_ON_ROOT] = Fp8Linears(recipe, kernel, linears, left)
+    module.__dict__[_ON_ROOT] = Fp8Linears(recipe, kernel, compiled, linears, left)
 
 
 def fp8_linears_of(module: nn.Module) -> Fp8Linears | None:
@@ -165,6 +183,5 @@ def _why_not_fp8(model: nn.Module, name: str, linear: Any) -> str | None:
     if now is not linear:
         used = any(True for _ in now.parameters(recurse=False))
         return f"has become a {type(now).__name__}" if used else None
-    if linear.kernel is None and linear.left_by:
-        return str(linear.left_by)
-    return None
+    own = vars(linear)
+    return None if own.get("kernel") else own.get("left_by")

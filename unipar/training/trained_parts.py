@@ -229,7 +229,7 @@ class TrainedPart:
         """Return what multiplied in the linear layers of the first step; raise Inconsistent if one has left fp8."""
         assert self.fp8_unchecked is not None
         linears, self.fp8_unchecked = self.fp8_unchecked, None
-        return linears.check(self.module)
+        return linears.check(self.module, self.world.device)
 
     @property
     def is_reported(self) -> bool:

@@ -150,7 +150,8 @@ def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenR
         with mode:
             _cast_parameters(model, torch.bfloat16)
             cast_buffers(model, torch.bfloat16)
-    convert_to_fp8(model, blocks, config, "emulated in fp32" if config.device == "cpu" else "torch._scaled_mm")
+    kernel = "emulated in fp32" if config.device == "cpu" else "torch._scaled_mm"
+    convert_to_fp8(model, blocks, config, kernel, planned=True)
     apply_transforms(model, blocks, config.changed({"model.compile": False}))
     with user_errors_as_task_errors("data()"):
         data = task.data()
