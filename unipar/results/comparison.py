@@ -487,10 +487,16 @@ class Comparison(TurnResults):
     def _rows_with_memory(self) -> list[tuple[str, list[MemoryAccount]]]:
         return [(row.strategy, row.memory) for row in self.rows if row.memory]
 
+    @property
+    def fp8(self) -> str:
+        """Sentence on the linear layers that multiplied in fp8, checked in each strategy's first step; or ""."""
+        said = self.rows[0].marks.fp8 if self.rows and self.rows[0].marks is not None else ""
+        return said and f"{said}; each strategy ran them so; `unipar verify` counts the digits that it costs"
+
     @override
     def closing_remarks(self) -> list[Remark]:
         forecast = describe_forecast(self.forecast, self.rows)
-        return table_remarks(*forecast, self.moments, self.unwatched, self.unkept, self.note)
+        return table_remarks(*forecast, self.fp8, self.moments, self.unwatched, self.unkept, self.note)
 
     @override
     def verdict(self) -> list[str]:
