@@ -36,14 +36,14 @@ class Fp8Linear(Float8Linear):
         if not _autocast_is_on(device):
             return functional.linear(input, self.weight, self.bias)
         dtype = torch.get_autocast_dtype(device)
-        rows = input.numel() // self.in_features
-        if not rows:
-            return input.new_empty((*input.shape[:-1], self.out_features), dtype=dtype)
+        if not input.numel():
+            return functional.linear(input.to(dtype), self.weight.to(dtype))
+        rows = input.shape[:-1].numel()
         x = input.to(dtype)
         if rows % MULTIPLE == 0:
             return super().forward(x)
-        padded = functional.pad(x.reshape(rows, self.in_features), (0, 0, 0, -rows % MULTIPLE))
-        return super().forward(padded)[:rows].reshape(*input.shape[:-1], self.out_features)
+        padded = functional.pad(x.reshape(rows, input.shape[-1]), (0, 0, 0, -rows % MULTIPLE))
+        return super().forward(padded)[:rows].reshape(*input.shape[:-1], -1)
 
 
 @final

@@ -180,7 +180,7 @@ def _why_not_fp8(model: nn.Module, name: str, linear: Any) -> str | None:
         now = model.get_submodule(name)
     except AttributeError:
         return None  # of another stage
-    if now is not linear:
+    if now is not linear or type(now) is nn.Linear:
         used = any(True for _ in now.parameters(recurse=False))
         return f"has become a {type(now).__name__}" if used else None
     own = vars(linear)
