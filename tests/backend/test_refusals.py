@@ -46,12 +46,14 @@ def test_the_docs_name_each_refusal(trait: str, carrier: str) -> None:
     """The section about a feature names what cannot carry it."""
     file, head = SECTIONS[trait]
     section = (ROOT / "docs" / file).read_text("utf-8").partition(f"\n## {head}\n")[2].partition("\n## ")[0]
-    assert {SCRIPT: "export", "parallel.context": "parallel.context", "train.precision: fp64": "fp64"}.get(carrier, f"`{carrier}`") in section
+    assert {SCRIPT: "export", "parallel.context": "parallel.context", "train.precision: fp64": "fp64"}.get(
+        carrier, f"`{carrier}`"
+    ) in section
 
 
 BY_HAND = (
-    "converts linear layers by torchao and finds those that leave fp8, which a script does not: export with bf16-mixed, "
-    "and call torchao.float8.convert_to_float8_training in train.py"
+    "converts linear layers by torchao and finds those that leave fp8, which a script does not: export with "
+    "bf16-mixed, and call torchao.float8.convert_to_float8_training in train.py"
 )
 
 

@@ -138,12 +138,8 @@ def fp8_linears_of(module: nn.Module) -> Fp8Linears | None:
 
 
 def choose_kernel(device: torch.device, precision: str = "fp8") -> Kernel:
-    """Return what multiplies fp8 numbers on a device; raise ConfigError if it can neither do it nor emulates it.
-
-    Without a GPU, products are emulated: on the CPU, and where torch was built without kernels for a GPU.
-    """
-    built_for_gpu = torch.version.cuda is not None or torch.version.hip is not None
-    if device.type == "cpu" or (device.type == "cuda" and not built_for_gpu):
+    """Return what multiplies fp8 numbers on a device; raise ConfigError if none can: only the CPU emulates them."""
+    if device.type == "cpu":
         return "emulated in fp32"
     if device.type != "cuda":
         raise ConfigError(
