@@ -295,6 +295,9 @@ class Comparison(TurnResults):
     moments: str = ""
     """Sentence on moments of 8 or 16 bits beside those of AdamW: bytes and digits; empty with another optimizer."""
 
+    fp8: str = ""
+    """Sentence on layers that multiplied in fp8: which, by what, and digits; empty in another precision."""
+
     answer: str = Field(default="", exclude=True)
     """Sentence on the smallest and the fastest strategy, and why; the page's first sentence, not stored."""
 
@@ -402,6 +405,7 @@ class Comparison(TurnResults):
         limits = [
             self.unkept,
             *wrong,
+            self.fp8,
             self.moments,
             f"{first_few(reused)}: reused from an earlier run, not timed in turns with the others" if reused else "",
             *([] if self.has_memory else [self.unwatched, RSS.text]),
@@ -486,12 +490,6 @@ class Comparison(TurnResults):
     @property
     def _rows_with_memory(self) -> list[tuple[str, list[MemoryAccount]]]:
         return [(row.strategy, row.memory) for row in self.rows if row.memory]
-
-    @property
-    def fp8(self) -> str:
-        """Sentence on the linear layers that multiplied in fp8, checked in each strategy's first step; or ""."""
-        said = self.rows[0].marks.fp8 if self.rows and self.rows[0].marks is not None else ""
-        return said and f"{said}; each strategy ran them so; `unipar verify` counts the digits that it costs"
 
     @override
     def closing_remarks(self) -> list[Remark]:
