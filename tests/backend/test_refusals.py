@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from unipar.backend.checks import check_can_run
 from unipar.backend.refusals import REFUSALS, SCRIPT, TRAITS, conditions_of, refusals_met
 from unipar.config import Config
 from unipar.config.sections.optimizer import OPTIMIZERS
+from unipar.errors import Unsupported
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {
@@ -76,3 +78,15 @@ def test_what_does_not_go_with_fp8(precision: str, sentences: list[str]) -> None
     sections = {"batch": {"total": 8, "micro": 2}, "parallel": {"data": 1, "context": 2}}
     config = Config.model_validate({**sections, "train": {"steps": 8, "precision": precision}})
     assert list(refusals_met(conditions_of(config) | {SCRIPT: ""})) == sentences
+
+
+def test_a_device_that_neither_has_fp8_nor_emulates_it() -> None:
+    """Named before any process starts."""
+    sections = {"device": "mps", "parallel": {"data": 1}, "batch": {"total": 8, "micro": 2}}
+    config = Config.model_validate({**sections, "train": {"steps": 8, "precision": "fp8"}})
+    with pytest.raises(Unsupported) as caught:
+        check_can_run(config)
+    assert (
+        "train.precision: fp8 needs CUDA, or the CPU for trials, and device is mps: take bf16-mixed"
+        in caught.value.reasons
+    )

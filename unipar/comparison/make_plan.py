@@ -257,7 +257,7 @@ class StrategyPlanner:
             yield f"no seconds: {self.machine.name} has no known peak for train.precision: {precision}"
             return
         if precision in FP8_RECIPES:
-            yield f"seconds are those of bf16-mixed: by how much {precision} is faster is not planned"
+            yield f"matrix products are planned at the speed of bf16: by how much {precision} is faster is not known"
         if away := [row.strategy for row in rows if row.offloaded]:
             yield (
                 f"no seconds for {', '.join(dict.fromkeys(away))}: the host updates what is offloaded to it, and a "
