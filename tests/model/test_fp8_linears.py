@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,7 +90,11 @@ def test_layers_stay_the_modules_that_they_are() -> None:
     model, calls = Model(), list[str]()
     up: Any = model.blocks[0].up
     before = dict(model.named_parameters())
-    up.register_forward_hook(lambda *_: calls.append("called"))
+
+    def called(*_: Any) -> None:
+        calls.append("called")
+
+    up.register_forward_hook(called)
     in_fp8(model)
     forward(model)
     after = dict(model.named_parameters())
@@ -146,7 +151,11 @@ def test_layers_that_multiplied_in_fp8_are_counted() -> None:
 def call_with_weight(model: Any) -> None:
     """Use a weight without its layer."""
     block = model.blocks[1]
-    block.forward = lambda x: block.down(functional.linear(x, block.up.weight))
+
+    def by_hand(x: Tensor) -> Tensor:
+        return block.down(functional.linear(x, block.up.weight))
+
+    block.forward = by_hand
     forward(model)
 
 
@@ -172,13 +181,17 @@ def fall_back(model: Any) -> None:
     """Have torchao multiply in bf16."""
     from torchao.float8 import float8_linear
 
-    plain = float8_linear.matmul_with_hp_or_float8_args
-    in_bf16: Any = SimpleNamespace(apply=lambda x, weight, *_: x @ weight.to(x.dtype))
-    float8_linear.matmul_with_hp_or_float8_args = in_bf16
+    name = "matmul_with_hp_or_float8_args"
+    plain = getattr(float8_linear, name)
+
+    def in_bf16(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        return x @ weight.to(x.dtype)
+
+    setattr(float8_linear, name, SimpleNamespace(apply=in_bf16))
     try:
         forward(model)
     finally:
-        float8_linear.matmul_with_hp_or_float8_args = plain
+        setattr(float8_linear, name, plain)
 
 
 @pytest.mark.parametrize(
@@ -242,15 +255,15 @@ def test_products_are_emulated_on_the_cpu() -> None:
 
 def test_a_gpu_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products in fp8 begin with compute capability 8.9."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value="NVIDIA A100-SXM4-80GB"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=(8, 0)))
     with pytest.raises(ConfigError) as caught:
         choose_kernel(torch.device("cuda:0"))
     assert str(caught.value) == (
         "train.precision: fp8 needs a GPU of compute capability 8.9 or more, and NVIDIA A100-SXM4-80GB has 8.0: take "
         "bf16-mixed, or try fp8 with device: cpu, where it is emulated"
     )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=(8, 9)))
     assert choose_kernel(torch.device("cuda:0")) == "torch._scaled_mm"
     with pytest.raises(ConfigError, match="fp8-rowwise needs CUDA, or the CPU for trials, and this is mps: take bf16"):
         choose_kernel(torch.device("mps"), "fp8-rowwise")

@@ -12,7 +12,11 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage] - no public way
+    is_traceable_wrapper_subclass_type,
+)
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from typing_extensions import override
@@ -67,7 +71,7 @@ class ObservedFp8Linear(Fp8Linear):
 
     @override
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         if name == "weight" and self.kernel is None and _autocast_is_on(value.device.type):
             self.__dict__.setdefault("left_by", "was not called, and its weight was used")
         return value
@@ -138,6 +142,7 @@ def make_fp8(linears: Sequence[nn.Linear], recipe: str, *, emulate: bool, observ
     `observed`: each notes what multiplies. A model that is compiled, or planned, cannot.
     """
     settings = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    for linear, made in zip(linears, convert_to_float8_training(nn.ModuleList(linears), config=settings), strict=True):
+    converted: Any = convert_to_float8_training(nn.ModuleList(linears), config=settings)
+    for linear, made in zip(linears, converted, strict=True):
         linear.__dict__.update({key: value for key, value in vars(made).items() if key not in vars(linear)})
         linear.__class__ = ObservedFp8Linear if observed else Fp8Linear
