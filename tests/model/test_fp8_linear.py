@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from typing_extensions import override
 
 from unipar.errors import ConfigError
 from unipar.model.fp8_linear import kernel_on, make_fp8
@@ -13,11 +17,11 @@ from unipar.model.fp8_linear import kernel_on, make_fp8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def layer(recipe: str = "tensorwise", *, observed: bool = True) -> nn.Linear:
+def layer(recipe: str = "tensorwise", *, observed: bool = True, emulate: bool = True) -> nn.Linear:
     """A layer of 32 to 48, always the same."""
     torch.manual_seed(0)
     made = nn.Linear(32, 48)
-    make_fp8([made], recipe, emulate=True, observed=observed)
+    make_fp8([made], recipe, emulate=emulate, observed=observed)
     return made
 
 
@@ -39,6 +43,22 @@ def rounded(x: Tensor, dtype: torch.dtype = E4M3, dim: int | None = None) -> Ten
     if dim is not None:
         scale = torch.exp2(torch.floor(torch.log2(scale)))
     return (x.float() * scale).to(dtype).float() / scale
+
+
+class Factors(TorchDispatchMode):
+    """Sizes of the factors that the device's product in fp8 gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, ...]] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented
+        if func.overloadpacket.__name__ == "_scaled_mm":
+            self.sizes.append((*args[0].shape, *args[1].shape))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("observed", [True, False])
@@ -70,11 +90,15 @@ def test_a_product_of_rows_with_a_scale_each() -> None:
 @pytest.mark.parametrize("count", [1, 7, 16, 19])
 def test_any_number_of_rows(count: int) -> None:
     """A weight's gradient is a product along rows, of which kernels want multiples of 16: zeros are added."""
-    made, padded = layer(), layer()
+    made, padded = layer(emulate=False), layer(emulate=False)
     more = torch.cat([rows(count), torch.zeros(-count % 16, 32)])
-    out, whole = call(made, rows(count).view(1, count, 32)), call(padded, more)
+    whole = call(padded, more)
+    with Factors() as factors:
+        out = call(made, rows(count).view(1, count, 32))
+        out.sum().backward()
+    assert len(factors.sizes) == 3  # what was observed beside the first forward is not among them
+    assert all(size % 16 == 0 for sizes in factors.sizes for size in sizes)
     assert torch.equal(out, whole[:count].view(1, count, 48))
-    out.sum().backward()
     whole[:count].sum().backward()
     assert made.weight.grad is not None
     assert padded.weight.grad is not None
