@@ -60,6 +60,6 @@ def test_a_layer_that_leaves_fp8_is_found_and_named(forks: Forks, tmp_path: Path
         "layer itself, under the run's autocast, or take bf16-mixed"
     )
     assert rows[strategies[2]]["note"] == (
-        "blocks.0.down (bf16) did not multiply in fp8 (emulated in fp32), as in one process"
+        "multiplied in fp8 in one process, and not here: blocks.0.down has become a Linear"
     )
     assert done.returncode == 1

@@ -16,6 +16,7 @@ from unipar.results.verdicts import CutDependence, Finding, Verdict, Verdicts
 from unipar.utils.address import Location
 from unipar.utils.text import first_few
 from unipar.verification import second_look
+from unipar.verification.diagnosis.expert_faults import NEAR_TIE
 from unipar.verification.diagnosis.mesh_faults import classify_masks
 from unipar.verification.judgement.judge import Judgement, judge
 from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise, join_halves
@@ -32,6 +33,7 @@ from unipar.verification.runs import (
     TASK_PROBE_NAME,
     RunPlan,
 )
+from unipar.verification.undecided import run_with_choices
 from unipar.verification.worker.jobs import RunKey
 from unipar.verification.world_pool import JobResult, WorldPool, group_jobs_by_library
 
@@ -324,13 +326,14 @@ class VerificationSession:
 
     def _left_fp8(self, result: Sequence[Mapping[str, Any]]) -> str:
         """Return which linear layers multiply in fp8 in one process and not in a strategy; "" if there are none."""
-        expected = self._fp8.get(BASE_RUN_NAME, {})
         ran = {name: kernel for rank in result for name, kernel in rank["fp8"].items()}
-        left = [f"{name} ({ran.get(name, 'bf16')})" for name, kernel in expected.items() if ran.get(name) != kernel]
-        if not left:
-            return ""
-        kernels = " and ".join(dict.fromkeys(expected.values()))
-        return f"{first_few(left)} did not multiply in fp8 ({kernels}), as in one process"
+        left = [sentence for rank in result for sentence in rank["left_fp8"]]
+        left += [
+            f"{name} ran {ran.get(name, 'nothing')}, not {kernel}"
+            for name, kernel in self._fp8.get(BASE_RUN_NAME, {}).items()
+            if ran.get(name) != kernel and not any(sentence.startswith(f"{name} ") for sentence in left)
+        ]
+        return f"multiplied in fp8 in one process, and not here: {first_few([*dict.fromkeys(left)])}" if left else ""
 
     def _verdict(self, key: RunKey) -> Verdict:
         """Return the verdict so far on the strategy of a run."""
@@ -412,6 +415,24 @@ class VerificationSession:
         for key, finding in looks.findings(self._disagreements, self._tolerance_of):
             row = self._verdict(key).changed(finding=finding)
             self._replace_row(row, f"differs from step {finding.step} on: {finding.kind or 'unknown kind of fault'}")
+        rows = [row for row in self.verdicts.rows if row.finding is not None and row.finding.kind == NEAR_TIE]
+        if rows:
+            self._decide_ties([row.strategy for row in rows])
+
+    def _decide_ties(self, strategies: Sequence[str]) -> None:
+        """Judge these strategies once more, with the experts that one process chooses where routers are undecided."""
+        runs = run_with_choices(self._runs, self._worlds, strategies, lambda line: self._show(self.verdicts, line))
+        for name, record, tokens in runs:
+            key = RunKey("strategy", name)
+            replay = self._records[self._runs.replays(self._runs.strategies[name].sizes.ranks).bitwise_shares]
+            judgement, before = judge(record, self._tolerance_of(key), replay), self._verdict(key)
+            if judgement.agrees:
+                row = self._row(key, record, judgement).changed(finding=None, undecided=tokens)
+                self._replace_row(row, f"agrees, {row.reservation}")
+            elif before.finding is not None:
+                says = f"{before.finding.says}; with the experts of one process it disagrees all the same: "
+                finding = before.finding.changed(says=says + judgement.worst.says)
+                self._replace_row(before.changed(finding=finding), f"disagrees all the same: {judgement.worst.says}")
 
 
 def allowed_by_quantity(tolerance: Tolerance) -> dict[str, list[float]]:

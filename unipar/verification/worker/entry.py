@@ -39,10 +39,11 @@ from unipar.training.training_run import TrainingRun
 from unipar.utils.address import Location, parse_location
 from unipar.utils.files import whole
 from unipar.verification.worker import determinism, replay, split_sums
+from unipar.verification.worker.best_choices import BestChoices
 from unipar.verification.worker.fixed_stream import fix_stream_samples
 from unipar.verification.worker.jobs import JOBS_FILE_NAME, Job, job_result_path
 from unipar.verification.worker.preparation import prepare_once
-from unipar.verification.worker.recorded import write_recorded
+from unipar.verification.worker.recorded import read_recorded, write_recorded
 from unipar.verification.worker.run_recorder import RunRecorder
 from unipar.verification.worker.task_probe import disable_dropout, error_in_one_line, probe_task
 
@@ -143,6 +144,7 @@ def _run_job(
             raise Unsupported(job.key.strategy, [str(e)]) from e  # one process can train this task
         if strict is not None:  # the task's model() may have set them
             had_tf32 |= determinism.set_numbers(strict=strict)
+        choices = BestChoices(read_recorded(Path(job.follows)) if job.follows else None)
         recorder = RunRecorder(
             job.trace_at,
             partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),
@@ -150,6 +152,7 @@ def _run_job(
             masks=job.key.dropout,
             held=job.kind == "run" and _holds_copies(settled),
             slots=job.kind == "replay",
+            choices=choices if job.key.choices else None,
         )
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
@@ -164,6 +167,7 @@ def _run_job(
         if job.saves_in:
             RunCheckpoints(Checkpoint(), live, folder, {}, into=Path(job.saves_in)).at_end(live.done)
         heartbeat.set_phase("start")  # collecting the result is not part of a step
+        fp8, left_fp8 = _observe_fp8(live)
         result = {
             "seat": {**world.mesh.seat, "leads": world.leads},
             "steps": recorder.steps,
@@ -192,7 +196,10 @@ def _run_job(
             "tf32": had_tf32,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.strategy.axes.split else {},
-            "fp8": _fp8_kernels(live),
+            "fp8": fp8,
+            "left_fp8": left_fp8,
+            "choices": choices.steps,
+            "moved": choices.moved,
             "narrow": any(narrow_frozen_parameters(part.module, dtype) for part in live.parts.values()),
         }
         for engine in recorder.engines.values():
@@ -200,14 +207,16 @@ def _run_job(
     return result
 
 
-def _fp8_kernels(live: TrainingRun) -> dict[str, str]:
-    """Return what multiplied in each linear layer of this rank that is to multiply in fp8, by name."""
-    kernels: dict[str, str] = {}
+def _observe_fp8(live: TrainingRun) -> tuple[dict[str, str], list[str]]:
+    """Return what multiplied in this rank's linear layers in fp8, by name, and a sentence for each that left it."""
+    kernels, left = dict[str, str](), list[str]()
     for part in live.parts.values():
         if (fp8 := fp8_linears_of(part.module)) is not None:
             before = "" if len(live.parts) == 1 else f"{part.name}."
-            kernels |= {before + name: kernel for name, kernel in fp8.observed(part.module)[0].items()}
-    return kernels
+            ran, wrong = fp8.observed(part.module)
+            kernels |= {before + name: kernel for name, kernel in ran.items()}
+            left += [before + sentence for sentence in wrong]
+    return kernels, left
 
 
 def _holds_copies(settled: SettledConfig) -> bool:
