@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from unipar.backend import checks, registry, resources
 from unipar.backend import offered_strategies as backend_strategies
+from unipar.backend.precision import FP8_RECIPES
 from unipar.config import SHARDS, BatchSizes, Config, Strategy
 from unipar.config.config_source import Given, load_given_config
 from unipar.config.sections.parallel import Parallel
@@ -123,6 +124,11 @@ def import_what_traces() -> None:
     import_module("torch._dynamo")  # torch's fake tensors ask for it
 
 
+def traced_config(config: Config, device: PlannedDevice) -> Config:
+    """Return the config whose task is traced for a device: fp8 is emulated on the CPU, which takes other memory."""
+    return config.changed({"device": device}) if config.train.precision in FP8_RECIPES else config
+
+
 def _device(config: Config, device: PlannedDevice | None, machine: Machine | None) -> PlannedDevice:
     if machine is not None:
         if device not in (None, machine.device):
@@ -190,7 +196,8 @@ class StrategyPlanner:
         from unipar.training.fake_run.token_traces import traces_of
 
         micro = config.batch.micro
-        traces = traces_of(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
+        traced = traced_config(config, device)
+        traces = traces_of(traced, micro if isinstance(micro, int) else config.batch.settle(1).micro)
         return cls(config, traces, device, limits, machine)
 
     def rows(self, strategy: Strategy, ranks: int) -> Iterator[PlannedStrategy]:
@@ -249,6 +256,8 @@ class StrategyPlanner:
         if self.machine.peak(precision) is None:
             yield f"no seconds: {self.machine.name} has no known peak for train.precision: {precision}"
             return
+        if precision in FP8_RECIPES:
+            yield f"matrix products are planned at the speed of bf16: by how much {precision} is faster is not known"
         if away := [row.strategy for row in rows if row.offloaded]:
             yield (
                 f"no seconds for {', '.join(dict.fromkeys(away))}: the host updates what is offloaded to it, and a "
