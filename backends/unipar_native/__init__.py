@@ -116,7 +116,7 @@ class Native(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        if config.model.offload == "optimizer":
+        if config.model.offloaded_state == "optimizer":
             yield (
                 "model.offload: optimizer is not available: FSDP2 moves parameters, gradients and the optimizer's "
                 "states together; say model.offload: parameters"
@@ -262,7 +262,7 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
         "reshard_after_backward": "after the last microbatch" if once else True,
         "requires_gradient_sync": "in the last microbatch" if once else True,
         "mp_policy": mixed,
-        "offload_policy": "CPUOffloadPolicy" if config.model.offload == "parameters" else None,
+        "offload_policy": "CPUOffloadPolicy" if config.model.offloaded_state == "parameters" else None,
         "blocks": config.model.blocks,
     }
 

@@ -428,4 +428,5 @@ def _refuse_on_cpu(config: Config) -> Iterator[str]:
     if config.model.sync_batchnorm:
         yield "model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm accepts no CPU tensors; leave it out"
     if config.model.offload != "none":
-        yield f"model.offload: {config.model.offload} needs CUDA: on the CPU everything is in host memory; leave it out"
+        offload = yaml_word(config.model.offload)
+        yield f"model.offload: {offload} needs CUDA: on the CPU everything is in host memory; leave it out"

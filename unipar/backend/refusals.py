@@ -17,6 +17,9 @@ ALL: Final = "all"
 TRAITS: Final = ("whole_matrices", "moments_in_blocks", "moments_in_bf16")
 """Features that are traits of `OptimizerSettings`."""
 
+OFFLOADED_ACTIVATIONS: Final = "model.offload: activations"
+"""Condition: what autograd saves in blocks is kept in host memory."""
+
 Refusals = Mapping[str, Mapping[str, tuple[str, str]]]
 """Reason and way out, by feature and by what cannot carry it; either may be empty.
 
@@ -67,6 +70,13 @@ REFUSALS: Refusals = {
             _BY_HAND,
         ),
     },
+    OFFLOADED_ACTIVATIONS: {
+        "model.recompute: selective": (
+            "it keeps results of operations outside of autograd, where they are not seen to be moved",
+            "take recompute: blocks, whose inputs are moved",
+        ),
+        "model.compile: model": ("blocks do not run one by one", "compile blocks"),
+    },
 }
 """Refusals of all backends, and of export. A backend has a table of its own beside this one."""
 
@@ -81,7 +91,7 @@ def conditions_of(config: Config) -> dict[str, str]:
         "parallel.sequence": parallel.sequence or None,
         "train.precision": train.precision,
         "train.local_steps": train.local_steps,
-        "model.offload": None if model.offload == "none" else model.offload,
+        "model.offload": None if model.offloaded_state == "none" else model.offloaded_state,
         "model.sync_batchnorm": model.sync_batchnorm or None,
         "model.recompute": model.recompute,
         "model.compile": model.compiling and model.compiling.what,
@@ -94,6 +104,8 @@ def conditions_of(config: Config) -> dict[str, str]:
         if getattr(its, trait)
     }
     plain = {"model.compile": "model.compile"} if "model.compile" in keys else {}  # its value may be a section
+    if model.offloads_activations:
+        plain[OFFLOADED_ACTIVATIONS] = OFFLOADED_ACTIVATIONS
     return {**traits, **keys, **{words: words for words in keys.values()}, **plain}
 
 

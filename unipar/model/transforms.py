@@ -1,4 +1,4 @@
-"""Changes to a model in place before a library takes it: recomputing, compiling, SyncBatchNorm."""
+"""Changes to a model in place before a library takes it: recomputing, compiling, offloading, SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from unipar.config import Config
 from unipar.config.sections.model import Compile
 from unipar.errors import ConfigError
+from unipar.model.activation_offload import offload_activations
 
 _ATEN: Any = torch.ops.aten
 OPERATIONS_SAVED: tuple[Any, ...] = (
@@ -53,6 +54,8 @@ def apply_transforms(module: nn.Module, blocks: Sequence[str], config: Config) -
         for part in parts_to_compile(module, blocks, wanted.compiling):
             # not part.compile(): it has no effect on modules of torch.nn itself, and would compile the libraries' hooks
             part.forward = torch.compile(part.forward, backend=wanted.compiling.backend)
+    if wanted.offloads_activations:
+        offload_activations(module, blocks)
 
 
 def parts_to_compile(module: nn.Module, blocks: Sequence[str], settings: Compile) -> Sequence[nn.Module]:

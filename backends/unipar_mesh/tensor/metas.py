@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def meta_block(block: nn.Module) -> nn.Module:
-    """Return a copy of a block without values, and without what recomputes or compiles its forward."""
+    """Return a copy of a block without values, and without what recomputes, compiles or offloads its forward."""
     memo: dict[int, Any] = {}
     for module in block.modules():
         for _, p in module.named_parameters(recurse=False):
@@ -22,7 +22,7 @@ def meta_block(block: nn.Module) -> nn.Module:
     copied = copy.deepcopy(block, memo)
     for module in copied.modules():
         forward: Any = module.__dict__.get("forward")
-        if hasattr(forward, "unipar_inner") or hasattr(forward, "_torchdynamo_orig_callable"):
+        if any(hasattr(forward, mark) for mark in ("unipar_inner", "unipar_offloads", "_torchdynamo_orig_callable")):
             del module.__dict__["forward"]  # it would call the original's modules
     return copied
 

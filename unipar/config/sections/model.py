@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from unipar.config.sections.section import Section
+
+
+Offloaded = Literal["optimizer", "parameters", "activations"]
 
 
 class Compile(Section):
@@ -55,9 +58,34 @@ class Model(Section):
     """Whether BatchNorm uses the statistics of a microbatch on all ranks together, instead of on each rank; CUDA
     only."""
 
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-    """State that is kept in host memory while the device does not need it; CUDA only. optimizer: its states;
-    parameters: parameters, gradients and optimizer states."""
+    offload: Literal["none"] | Offloaded | Annotated[tuple[Offloaded, ...], Field(strict=False)] = "none"
+    """What is kept in host memory while the device does not need it; CUDA only. optimizer: its states; parameters:
+    parameters, gradients and optimizer states; activations: what autograd saves in the blocks, from forward to backward.
+    Or one of the first two with the third: `[parameters, activations]`."""
+
+    @model_validator(mode="after")
+    def _one_state(self) -> Self:
+        if isinstance(self.offload, tuple) and sorted(self.offload) not in (
+            ["activations", "optimizer"],
+            ["activations", "parameters"],
+        ):
+            raise ValueError(
+                f"offload: [{', '.join(self.offload)}] is no pair of state and activations: write "
+                "[optimizer, activations], [parameters, activations] (parameters has the optimizer's states, too), or "
+                "one word"
+            )
+        return self
+
+    @property
+    def offloaded_state(self) -> Literal["none", "optimizer", "parameters"]:
+        """State that is kept in host memory."""
+        words = (self.offload,) if isinstance(self.offload, str) else self.offload
+        return next((word for word in words if word not in ("none", "activations")), "none")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what autograd saves in the blocks is kept in host memory until backward."""
+        return "activations" in self.offload  # a word, or one of two
 
     @property
     def compiling(self) -> Compile | None:
