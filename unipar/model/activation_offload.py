@@ -7,7 +7,7 @@ On the device are those of two blocks. The last block's stay, as its backward co
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final, final
@@ -24,6 +24,7 @@ SMALLEST: Final = 1024
 """Bytes of the smallest memory that is moved: a copy of less costs more than it frees."""
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not have it  # pyright: ignore[reportPrivateUsage]
+_unseen: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage] - modes of others have no part here
 hooks_of_saved_tensors: Any = _autograd._top_saved_tensors_default_hooks
 """Function that returns the hooks of the innermost `saved_tensors_hooks`; None without one."""
 
@@ -41,16 +42,16 @@ def offload_activations(module: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _surround_forward(block: nn.Module, surrounding: Callable[[nn.Module], Any]) -> None:
-    inner = block.forward
+    inner = [block.forward]
 
-    @wraps(inner)  # with what others ask of a recomputed forward
+    @wraps(inner[0])  # with what a recomputed forward says of itself
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
+            return inner[0](*args, **kwargs)
         with surrounding(block):
-            return inner(*args, **kwargs)
+            return inner[0](*args, **kwargs)
 
-    forward.__dict__["unipar_offloads"] = True
+    forward.__dict__.setdefault("unipar_inner", inner)  # an engine may wrap what is inside
     block.forward = forward
 
 
@@ -118,11 +119,12 @@ class _BlockCall:
 
     def pack(self, t: Tensor) -> Any:
         """Return what autograd keeps in a tensor's place."""
-        if not self._is_moved(t):
-            return t if self._outer is None else (self._outer[0](t),)
-        memory = self._memory_of(t)
-        memory.uses += 1
-        return memory, t.dtype, t.shape, t.stride(), t.storage_offset()
+        with _unseen():
+            if self._is_moved(t):
+                memory = self._memory_of(t)
+                memory.uses += 1
+                return memory, t.dtype, t.shape, t.stride(), t.storage_offset()
+        return t if self._outer is None else (self._outer[0](t),)
 
     def _is_moved(self, t: Tensor) -> bool:
         on_device = t.device.type in ACCELERATORS or isinstance(t, FakeTensor)
@@ -147,9 +149,10 @@ class _BlockCall:
     def copy_out(self) -> None:
         """Begin to copy to the host what the block has saved."""
         leaving = [memory for memory in self._memories if memory.host is None]
-        for memory in leaving:
-            memory.check_unchanged()
-        self._copy((memory.take_host(), memory.on_device()) for memory in leaving)
+        with _unseen():
+            for memory in leaving:
+                memory.check_unchanged()
+            self._copy((memory.take_host(), memory.on_device()) for memory in leaving)
 
     def leave(self) -> None:
         """Free the device's memory when it has been copied."""
@@ -185,15 +188,14 @@ class _BlockCall:
             self.wait()
             if (before := self._before()) is not None:
                 before.come()
-        if memory.device is None:  # in a second backward, or saved by a block before as well
+        if memory.device is None:  # in a second backward, or if another block's has not come
             self._copy([(memory.take_device(), memory.on_host())])
             self.wait()
-        t = torch.empty(0, dtype=dtype, device=memory.device.device)
-        t.set_(memory.device.untyped_storage(), offset, shape, stride)
+        storage = memory.on_device().untyped_storage()
         memory.uses -= 1
         if memory.uses <= 0:
             memory.device = None
-        return t
+        return torch.empty(0, dtype=dtype, device=memory.place).set_(storage, offset, shape, stride)
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         of_device: dict[_CopyStream, list[tuple[Tensor, Tensor]]] = {}

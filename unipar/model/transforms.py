@@ -104,7 +104,7 @@ def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
         own: dict[str, Any] = {"context_fn": contexts} if selective or norms or SURROUNDINGS else {}
         return checkpoint(inner[0], *args, use_reentrant=False, **own, **kwargs)
 
-    forward.__dict__["unipar_inner"] = inner  # an engine may wrap what is recomputed
+    forward.__dict__.update(unipar_inner=inner, unipar_recomputes=True)  # an engine may wrap what is recomputed
     block.forward = forward
 
 

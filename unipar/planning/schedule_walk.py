@@ -149,6 +149,23 @@ class PlannedRank:
         ended = (TurnOfStep("update", 0, microbatches - 1),) * len(self.stages)
         return fullest | {StepState((span,), place, ended): () for span in ("update", "steady")}
 
+    def on_host(self, micro: int, microbatches: int) -> Iterator[Term]:
+        """Yield the activations that are kept on the host, of as many microbatches as are in flight at most."""
+        most = [1] * len(self.stages) if self.schedule is None else self._most_in_flight(microbatches)
+        for stage, number in zip(self.stages, most, strict=True):
+            yield from stage.activations.on_host(micro, number)
+
+    def _most_in_flight(self, microbatches: int) -> list[int]:
+        """Return the most microbatches that wait for their backward, or run it, in each stage."""
+        assert self.schedule is not None
+        now, most = [0] * len(self.stages), [0] * len(self.stages)
+        ends: TurnWay = "weights" if self.schedule == "zerobubble" else "backward"
+        for number, turn in order_of_rank(self.schedule, self.ranks, self.rank, microbatches, len(self.stages)):
+            place = number // self.ranks
+            now[place] += (turn.way == "forward") - (turn.way == ends)
+            most[place] = max(most[place], now[place])
+        return most
+
     def sent(self, span: StepSpan, microbatches: int, micro: int) -> Iterator[Term]:
         """Yield what torch holds for what stages send to each other."""
         if self.by_torch:

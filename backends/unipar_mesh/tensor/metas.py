@@ -22,7 +22,7 @@ def meta_block(block: nn.Module) -> nn.Module:
     copied = copy.deepcopy(block, memo)
     for module in copied.modules():
         forward: Any = module.__dict__.get("forward")
-        if any(hasattr(forward, mark) for mark in ("unipar_inner", "unipar_offloads", "_torchdynamo_orig_callable")):
+        if hasattr(forward, "unipar_inner") or hasattr(forward, "_torchdynamo_orig_callable"):
             del module.__dict__["forward"]  # it would call the original's modules
     return copied
 

@@ -79,8 +79,9 @@ class Model(Section):
     @property
     def offloaded_state(self) -> Literal["none", "optimizer", "parameters"]:
         """State that is kept in host memory."""
-        words = (self.offload,) if isinstance(self.offload, str) else self.offload
-        return next((word for word in words if word not in ("none", "activations")), "none")
+        if isinstance(self.offload, tuple):
+            return "parameters" if "parameters" in self.offload else "optimizer"
+        return "none" if self.offload == "activations" else self.offload
 
     @property
     def offloads_activations(self) -> bool:
