@@ -75,7 +75,7 @@ class OffloadedBytes:
 
 
 def predict_offloaded(
-    timeline: StepTimeline, prediction: Prediction, activations: Sequence[Term]
+    timeline: StepTimeline, prediction: Prediction, activations: Sequence[Term] = ()
 ) -> Iterator[OffloadedBytes]:
     """Yield what lies on the host and on the disk; nothing where there is nothing. `activations`: those on the host."""
     for place in OUTSIDE_DEVICE:

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from unipar.config.sections.section import Section
 
-
 Offloaded = Literal["optimizer", "parameters", "activations"]
 
 
@@ -60,8 +59,8 @@ class Model(Section):
 
     offload: Literal["none"] | Offloaded | Annotated[tuple[Offloaded, ...], Field(strict=False)] = "none"
     """What is kept in host memory while the device does not need it; CUDA only. optimizer: its states; parameters:
-    parameters, gradients and optimizer states; activations: what autograd saves in the blocks, from forward to backward.
-    Or one of the first two with the third: `[parameters, activations]`."""
+    parameters, gradients and optimizer states; activations: what autograd saves in the blocks, until their backward; or
+    activations beside one of the others: `[parameters, activations]`."""
 
     @model_validator(mode="after")
     def _one_state(self) -> Self:
