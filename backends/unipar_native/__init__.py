@@ -286,6 +286,7 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
         yield f"train.local_steps: {config.train.local_steps} is not available: nn.DataParallel is one process"
     forwards = [f"model.recompute: {model.recompute}"] * (model.recompute != "none")
     forwards += ["model.compile"] * (model.compiling is not None)
+    forwards += ["model.offload: activations"] * model.offloads_activations
     for key in forwards:
         yield f"{key} is not available: nn.DataParallel's copies would call the original's forward; leave it out"
     if model.sync_batchnorm:

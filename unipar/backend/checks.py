@@ -25,7 +25,7 @@ from unipar.backend.offered_strategies import (
     strategies_of_backend,
     strategy_of,
 )
-from unipar.backend.refusals import conditions_of, refusals_met
+from unipar.backend.refusals import OFFLOADED_ACTIVATIONS, REFUSALS_OF_MODEL, conditions_of, refusals_met
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Config, Precision, Section, Shard, Strategy
 from unipar.config.config import Trace
@@ -354,6 +354,9 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
             yield f"{conditions[key]} is not available here, only in {', '.join(have)}"
     yield from refuse_axes(backend, strategy)
     yield from refusals_met(conditions)
+    yield from refusals_met(conditions, REFUSALS_OF_MODEL)
+    if kind == "mps" and config.model.offloads_activations:
+        yield f"{OFFLOADED_ACTIVATIONS} is not available with device: mps, which has no memory of its own; leave it out"
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     for key, why in backend.idle_options(config) if config.options else ():

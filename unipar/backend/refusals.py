@@ -70,15 +70,19 @@ REFUSALS: Refusals = {
             _BY_HAND,
         ),
     },
-    OFFLOADED_ACTIVATIONS: {
-        "model.recompute: selective": (
-            "it keeps results of operations outside of autograd, where they are not seen to be moved",
-            "take recompute: blocks, whose inputs are moved",
-        ),
-        "model.compile: model": ("blocks do not run one by one", "compile blocks"),
-    },
 }
 """Refusals of all backends, and of export. A backend has a table of its own beside this one."""
+
+REFUSALS_OF_MODEL: Refusals = {
+    OFFLOADED_ACTIVATIONS: {
+        "model.recompute: selective": (
+            "torch keeps results of its operations where autograd's hooks do not see them",
+            "take recompute: blocks, whose inputs are moved",
+        ),
+        "model.compile: model": ("blocks do not run one by one", "say compile: blocks"),
+    },
+}
+"""Refusals of all backends between keys of `model`."""
 
 
 def conditions_of(config: Config) -> dict[str, str]:

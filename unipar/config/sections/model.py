@@ -58,9 +58,9 @@ class Model(Section):
     only."""
 
     offload: Literal["none"] | Offloaded | Annotated[tuple[Offloaded, ...], Field(strict=False)] = "none"
-    """What is kept in host memory while the device does not need it; CUDA only. optimizer: its states; parameters:
-    parameters, gradients and optimizer states; activations: what autograd saves in the blocks, until their backward; or
-    activations beside one of the others: `[parameters, activations]`."""
+    """Tensors that are kept in host memory while the device does not need them; CUDA only. optimizer: its states;
+    parameters: parameters, gradients and optimizer states; activations: those that autograd saves in the blocks, until
+    their backward; or activations beside one of the others: `[parameters, activations]`."""
 
     @model_validator(mode="after")
     def _one_state(self) -> Self:
