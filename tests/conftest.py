@@ -189,15 +189,17 @@ def _not_forked(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _imports() -> Iterator[None]:
     """A test leaves `sys.path`, and the files of tasks that are imported, as it found them."""
-    path, task_files = list(sys.path), dict(_task_files())
+    path, modules = list(sys.path), _task_modules()
     yield
     sys.path[:] = path
-    after = _task_files()
-    for file in after.keys() - task_files.keys():
-        sys.modules.pop(after.pop(file).__name__, None)
-
-
-def _task_files() -> dict[str, Any]:
-    """The files of tasks that this process has imported."""
+    for name in _task_modules() - modules:
+        del sys.modules[name]
     importing = sys.modules.get("unipar.task.importing")
-    return importing.imported_files if importing else {}
+    files: dict[str, Any] = importing.imported_files if importing else {}
+    for file in [file for file, module in files.items() if module.__name__ not in sys.modules]:
+        del files[file]
+
+
+def _task_modules() -> set[str]:
+    """Names of this process's modules that are files of tasks."""
+    return {name for name in sys.modules if name.startswith("unipar_task")}

@@ -44,7 +44,7 @@ class LookAtModel(NamedTuple):
     """Further microbatches: each rank with other experts is tried on one of its own."""
 
     choices: Mapping[str, Sequence[RouterChoice]] = MappingProxyType({})
-    """What the full model's routers choose for these microbatches, by layer of experts."""
+    """Choices of the full model's routers for these microbatches, by layer of experts."""
 
     def choices_of(self, seat: int) -> dict[str, RouterChoice]:
         """Return what the routers choose for the microbatch of the ranks with these experts."""
@@ -153,12 +153,12 @@ class MeshSplit:
     plans: Mapping[str, BlockPlan]
     vocabulary: Vocabulary | None
     cuts: Mapping[str, ParameterCut]
-    """How parameters are cut over `tensor`, by their names; whole ones are left out."""
+    """Cuts of parameters over `tensor`, by their names; whole ones are left out."""
 
     experts: Sequence[ExpertLayer]
     expert_seat: int
     expert_cuts: Mapping[str, ParameterCut]
-    """How stacked parameters of experts are cut over `expert`."""
+    """Cuts of experts' stacked parameters over `expert`."""
 
     absent_experts: frozenset[str]
     """Parameters of experts that only other ranks have."""

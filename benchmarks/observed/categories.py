@@ -1,7 +1,8 @@
 """The account of an observed script beside that of `unipar compare`: `python -m benchmarks.observed.categories`.
 
 The script trains the model of the quickstart by the same library with the same settings, data and environment
-(`METER_ENVIRONMENT`: MKL keeps no buffers). Each category at the peak of forward and of backward is compared, but for
+(`METER_ENVIRONMENT`: MKL keeps no buffers; torch records no calls of collectives, of which a comparison makes more, in a
+table that doubles). Each category at the peak of forward and of backward is compared, but for
 `runtime`, which is shown: the dataset and what Python keeps.
 """
 
@@ -77,7 +78,8 @@ def observe(way: str, folder: Path) -> MemoryAccount:
 def environment() -> dict[str, str]:
     """Return the environment of the script's processes."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    return {**os.environ, **METER_ENVIRONMENT, "PYTHONPATH": path, "PATH": path_with_scripts(), "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": path, "PATH": path_with_scripts(), "OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "0"}
+    return {**os.environ, **METER_ENVIRONMENT, **settings}
 
 
 def compare(folder: Path) -> Path:

@@ -45,7 +45,7 @@ class ObservedLibrary:
     """Category of what its functions allocate: end of `path:function` -> category."""
 
     ways_out: ClassVar[Mapping[TrainingFault, str]] = {}
-    """What its user does about a fault."""
+    """Advice to its user about a fault."""
 
     def place(self) -> tuple[int, int] | None:
         """Return rank and number of ranks, if the library knows them and torch.distributed does not."""

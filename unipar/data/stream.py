@@ -190,7 +190,7 @@ class StreamPart(IterableDataset[PartBatch | ReadingOn]):
     def __init__(self, source: DataSource, sizes: BatchSizes, rank: int, seed: int) -> None:
         self.source, self.sizes, self.rank, self.seed, self.epoch = source, sizes, rank, seed, 0
         self.begin: Sequence[ReadPart] = ()
-        """How far each worker's part was read in this epoch; () to begin it."""
+        """Position in this epoch of each worker's part; () to begin it."""
 
         self.turn = 0
         """Number of the part whose turn it is first."""

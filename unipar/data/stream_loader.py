@@ -37,7 +37,7 @@ class StreamPlace:
     """Samples of the epoch that all seats together were trained on."""
 
     parts: Sequence[ReadPart] = field(default_factory=lambda: [ReadPart()])
-    """How far the whole stream was read, or each data worker's part of this seat's."""
+    """Position in the whole stream, or in each data worker's part of this seat's."""
 
     turn: int = 0
     """Number of the part that gives the next microbatch."""

@@ -34,7 +34,7 @@ class Conclusion:
     why_nothing: str = ""
     page: str = ""
     draft: str = ""
-    """What is said of the draft of a task, if one was asked for."""
+    """Sentences on the draft of a task, if one was asked for."""
 
     @property
     def faults(self) -> int:

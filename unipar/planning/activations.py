@@ -37,7 +37,7 @@ class AllocatedBlock:
     """True if it is the gradient of a parameter from then on, which the backend's terms count."""
 
     copied_by: CopyOnCPU | None = None
-    """What makes it, if it is a copy that is made on the CPU alone."""
+    """Library that makes it, if it is a copy that is made on the CPU alone."""
 
     place: MemoryPlace = "device"
     """Place of its bytes: those of `model.offload: activations` are on the host."""

@@ -49,7 +49,7 @@ class PredictedPeak:
     """Bytes by category; their sum is the peak."""
 
     terms: tuple[Term, ...]
-    """What is there at that moment, the largest first."""
+    """Blocks that are there at that moment, the largest first."""
 
     @classmethod
     def of(cls, phase: PredictedPhase, terms: Sequence[Term]) -> PredictedPeak:

@@ -33,13 +33,13 @@ class PlannedStrategy:
     """Why it cannot be planned or run; empty otherwise."""
 
     library_name: str = ""
-    """What the strategy's library calls it."""
+    """The library's own name of the strategy."""
 
     late: int = 0
     """Bytes by which the peak may be higher for a moment, because collectives free their copies late."""
 
     sent: tuple[CommVolume, ...] = ()
-    """What a rank sends in a step."""
+    """Bytes that a rank sends in a step."""
 
     speed: StepSpeed | None = None
     """Seconds of a step; None without a machine."""
@@ -54,7 +54,7 @@ class PlannedStrategy:
     """Smaller peak of those of two microbatches, one sample and a rank's whole share, if no microbatch fits."""
 
     ways: tuple[str, ...] = ()
-    """What would have to change for it to fit; empty if it does."""
+    """Changes with which it would fit; empty if it does."""
 
     offloaded: tuple[OffloadedBytes, ...] = ()
     """Bytes of a rank on the host and on the disk."""

@@ -177,7 +177,7 @@ class StepTimeline:
     """Numbers of the blocks that are layers of experts, of which ranks of the data have different ones."""
 
     turn: TurnOfStep | None = None
-    """Which microbatch it is, in a pipeline; None: the last, and all of the others have ended."""
+    """Number of the microbatch, in a pipeline; None: the last, and all of the others have ended."""
 
     @property
     def accumulates(self) -> bool:

@@ -83,7 +83,7 @@ class TurnResults(StoredResult, ShownAsPage):
     """Reason why the results could not be written to their folder."""
 
     library_names: Mapping[str, str] = Field(default={}, exclude=True)
-    """What each strategy's library calls it, by strategy; not stored."""
+    """The libraries' own names of strategies; not stored."""
 
     @abstractmethod
     def samples_of(self, row: StrategyResult) -> int:

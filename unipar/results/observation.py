@@ -79,7 +79,7 @@ class ObservedCommand(Section):
 
     findings: tuple[TrainingFinding, ...] = ()
     checked: tuple[str, ...] = ()
-    """What was compared between the ranks without a finding."""
+    """Comparisons between the ranks that found nothing."""
 
     notes: tuple[str, ...] = ()
 

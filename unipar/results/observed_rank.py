@@ -141,7 +141,7 @@ class ObservedRank(Section):
     """Sentences on what could not be observed."""
 
     recipe: Recipe | None = None
-    """How the script makes its training; None before its first update."""
+    """Recipe of the script's training; None before its first update."""
 
 
 def guess_precision(rank: ObservedRank, recipe: Recipe) -> tuple[Precision, str]:

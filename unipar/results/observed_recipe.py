@@ -131,7 +131,7 @@ class Recipe(_Seen):
 
     sync_batchnorm: bool = False
     compiled: str = ""
-    """What is compiled: blocks or model."""
+    """Parts that are compiled: blocks or model."""
 
     recompute: bool = False
     wrappers: tuple[str, ...] = ()

@@ -73,7 +73,7 @@ class RunEntry:
     """Last loss that was logged."""
 
     speed: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the last logged steps of a run did, by name, such as `samples_per_second`, `tokens_per_second` and `mfu`."""
+    """Figures of a run's last logged steps by name, such as `samples_per_second`, `tokens_per_second` and `mfu`."""
 
     state: RunState
     why: str = ""

@@ -41,7 +41,7 @@ class RunTrace(NamedTuple):
     """Seconds of other steps: the median of the logged ones; None if none was timed."""
 
     counted_on: str
-    """Where the time of entries was counted: `device` or `CPU`."""
+    """Place where the time of entries was counted: `device` or `CPU`."""
 
     entries: tuple[Entry, ...]
 

@@ -47,7 +47,7 @@ class TrainingSummary:
     folder: Path
     kind: Literal["observation", "run", "strategy"]
     facts: Mapping[str, str]
-    """What was trained and how, as text by name: ranks, steps, model, optimizer, clip."""
+    """Training as text by name: ranks, steps, model, optimizer, clip."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers among the optimizer's settings."""

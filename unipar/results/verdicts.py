@@ -198,7 +198,7 @@ class Verdicts(StoredResult, ShownAsPage):
     """Last line of the table: the path of the page, or why there is none; not stored."""
 
     library_names: Mapping[str, str] = Field(default={}, exclude=True)
-    """What each strategy's library calls it, by strategy; not stored."""
+    """The libraries' own names of strategies; not stored."""
 
     @model_validator(mode="before")
     @classmethod

@@ -152,7 +152,7 @@ class OomKillCount:
 
     number: int
     where: str
-    """Where they are counted: in this cgroup, or on this machine."""
+    """Scope of the counts: this cgroup, or this machine."""
 
 
 def count_oom_kills(root: Path = _ROOT) -> OomKillCount | None:

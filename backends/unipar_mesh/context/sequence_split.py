@@ -62,7 +62,7 @@ class SequenceSplit:
         """Length of the whole sequence, told before each pass where `enters` is false."""
 
         self.around_trial: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What is around the forwards in which blocks are tried."""
+        """Context manager around the forwards in which blocks are tried."""
 
         self._examined: set[tuple[str, bool]] = set()
         self._run: Pass | None = None

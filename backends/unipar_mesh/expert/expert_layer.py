@@ -29,7 +29,7 @@ class ExpertLayer:
     kind: Literal["stacked", "list"]
     experts: int
     places: PlacesOfExpertCall = (0, 1, 2)
-    """Where rows, numbers of experts and their weights are among the arguments of a module with stacked parameters."""
+    """Places of rows, numbers of experts and weights among the arguments of a module with stacked parameters."""
 
     counts: tuple[str, ...] = ()
     """Attributes of such a module that are the number of its experts."""

@@ -64,7 +64,7 @@ class RouterTies:
         self._moved: dict[str, int] = {}
         self._others: dict[str, tuple[int, int]] = {}
         self.words = ""
-        """What else the routers choose otherwise, on any rank, for an error."""
+        """Other choices of the routers that differ, on any rank, for an error."""
 
         self._tokens, self._gap = 0, 0.0
 

@@ -85,7 +85,7 @@ class Mismatch:
 
     what: str
     off: str
-    """How far it is off, in numbers."""
+    """Difference in numbers."""
 
 
 def compare_runs(block: nn.Module, plan: BlockPlan, reference: BlockRun, runs: list[BlockRun]) -> Mismatch | list[str]:

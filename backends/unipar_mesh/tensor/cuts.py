@@ -89,7 +89,7 @@ class BlockPlan:
     """Calls that are rewritten, by their place in the program."""
 
     sequence: SequencePlan | None = None
-    """How the sequence is split between the matrices; None: it is not."""
+    """Split of the sequence between the matrices; None: it is not split."""
 
     call: CallKind = ()
     """Way in which the block was called on trial: `sites` are those of such calls."""

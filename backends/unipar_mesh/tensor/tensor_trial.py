@@ -61,7 +61,7 @@ class CannotCut(Exception):
         super().__init__(reason)
         self.reason, self.sources = reason, tuple(sources)
         self.calls = 0
-        """How many calls were made before."""
+        """Number of calls that were made before."""
 
 
 class OtherGroups(Exception):

@@ -45,7 +45,7 @@ class Presence:
     """Its machine's address, as far as it knows."""
 
     restarts: int = 0
-    """How often the launcher has started it again, as far as it was told."""
+    """Number of times that the launcher has started it again, as far as it was told."""
 
 
 @final

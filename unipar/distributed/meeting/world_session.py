@@ -48,7 +48,7 @@ class Session:
         """Whether the process group was alive before unipar, and stays alive after it."""
 
         self.restarts = restarts
-        """How often the launcher has started the ranks of this world again, as far as any of them knows."""
+        """Number of times that the launcher has started the ranks of this world again, as far as any of them knows."""
 
         self._launches = 0
 

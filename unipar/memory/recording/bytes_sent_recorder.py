@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol, final
@@ -98,12 +99,39 @@ class CallGroups:
         return found._replace(axis=EXPERT_AXIS) if to_experts else found
 
 
+class CollectiveMode(TorchDispatchMode, ABC):
+    """Dispatch mode that meets each collective of torch.distributed; autograd's threads inherit it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: dict[Any, str | None] = {}
+
+    @abstractmethod
+    def call(self, kind: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what the operator `func`, a collective of this kind, returns."""
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Return True: what torch.compile has compiled runs under it, instead of what it was compiled from."""
+        return True
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor calls the collectives on plain tensors, which are met then
+        if func not in self._kinds:
+            self._kinds[func] = collective_of(func._schema.name)
+        kind = self._kinds[func]
+        return func(*args, **(kwargs or {})) if kind is None else self.call(kind, func, args, kwargs or {})
+
+
 @final
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveCounter(CollectiveMode):
     """Dispatch mode that adds up bytes sent by axis of the mesh and collective.
 
     The bytes of a call are the larger of the tensor that the rank gives and the tensor that it gets. Calls in a group
-    of one rank send nothing, and do not count. Autograd's threads inherit the mode, so calls in a backward count.
+    of one rank send nothing, and do not count.
     """
 
     def __init__(self, traffic: Traffic, mesh: AxesOfRanks, machines: WorldMachines | None = None) -> None:
@@ -115,21 +143,10 @@ class CollectiveCounter(TorchDispatchMode):
         self.across = 0
         """Bytes of calls whose group has ranks on several machines."""
 
-    @classmethod
     @override
-    def is_infra_mode(cls) -> bool:
-        """Return True: what torch.compile has compiled runs under it, instead of what it was compiled from."""
-        return True
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor calls the collectives on plain tensors, which are counted then
-        out = func(*args, **(kwargs or {}))
-        kind = collective_of(func._schema.name)
-        if kind is None:
-            return out
-        axis, across = self._groups.of_call(kind, func._schema, args, kwargs or {})
+    def call(self, kind: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        axis, across = self._groups.of_call(kind, func._schema, args, kwargs)
         if axis is not None:
             size = bytes_of_call(args, out)
             self._traffic[axis, kind] += size

@@ -45,7 +45,7 @@ class PythonText:
     """Module of each name in it; "": the name is a module."""
 
     unknown: tuple[str, ...] = ()
-    """What cannot be written, each with its class."""
+    """Values that cannot be written, each with its class."""
 
 
 _Lazy = Callable[[], PythonText]

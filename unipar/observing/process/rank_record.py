@@ -58,7 +58,7 @@ class RankRecord:
         self.recipe = ScriptRecipe(state)
         self._place: dict[str, Any] = {}
         self._script: dict[str, Any] = {}
-        """What the script trains with."""
+        """Recipe of the script's training: optimizer, batch, clip."""
 
         self._work: RankWork | None = None
         self._log: RunLog | None = None

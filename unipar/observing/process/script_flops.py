@@ -24,7 +24,7 @@ class ScriptFlops:
         self._phases = phases
         self._counter: FlopCounter | None = None
         self.work: RankWork | None = None
-        """What was counted; None before the step has ended."""
+        """Operations counted; None before the step has ended."""
 
     def step_begins(self, step: int) -> None:
         """Begin to count, if it is the step for it and nothing was compiled: graphs run unseen."""

@@ -11,15 +11,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from unipar.backend import Category, Holding
 from unipar.distributed.world_machines import WorldMachines
 from unipar.memory.account import RecordingPass
-from unipar.memory.recording.bytes_sent_recorder import collective_of
+from unipar.memory.recording.bytes_sent_recorder import CollectiveMode
 from unipar.memory.recording.watcher import MemoryRecorder, PhaseSignal, TensorHolder, choose_event_sources
 from unipar.memory.sources.malloc_meter import MallocMeter
 from unipar.observing.libraries import libraries_here
@@ -147,27 +145,17 @@ def _library_sends() -> AbstractContextManager[Mapping[str, int]] | None:
 
 
 @final
-class _CollectiveTensors(TorchDispatchMode):
+class _CollectiveTensors(CollectiveMode):
     """Dispatch mode that names what collectives are given, such as the buckets of a wrapper."""
 
     def __init__(self, recorder: MemoryRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
-    @classmethod
     @override
-    def is_infra_mode(cls) -> bool:
-        """Return True: what torch.compile has compiled runs under it, instead of what it was compiled from."""
-        return True
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor calls the collectives on plain tensors
-        out = func(*args, **(kwargs or {}))
-        kind = collective_of(func._schema.name)
-        if kind is not None:
-            for tensor in tree_leaves((args, out)):
-                if isinstance(tensor, Tensor):
-                    self._recorder.name(Holding("communication", f"given to {kind}", tensor))
+    def call(self, kind: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        for tensor in tree_leaves((args, out)):
+            if isinstance(tensor, Tensor):
+                self._recorder.name(Holding("communication", f"given to {kind}", tensor))
         return out

@@ -90,7 +90,7 @@ class Machine(Section):
     """Share of a collective's time for which computing goes on beside it, where the library lets it."""
 
     source: str = ""
-    """Where the numbers come from."""
+    """Source of the numbers."""
 
     def peak(self, precision: Precision) -> float | None:
         """Return the operations a second in a precision; None if no peak is known."""

@@ -27,7 +27,7 @@ class ShownAttempt:
     """The last step that it finished."""
 
     end: str
-    """How it ended, in words."""
+    """Its end, in words."""
 
     changes: tuple[str, ...] = ()
     """Lines on how its config differs from that of the attempt before."""

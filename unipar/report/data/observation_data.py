@@ -17,7 +17,7 @@ class ObservationPageData:
 
     observation: Observation
     run: RunPageData
-    """What the run logs of its ranks hold, as a run's page shows it."""
+    """Data of its ranks' run logs, as a run's page shows them."""
 
     @property
     def name(self) -> str:

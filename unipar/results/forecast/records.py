@@ -67,7 +67,7 @@ class StrategyForecast(Section):
     """The compared world and others, by ascending number of ranks."""
 
     ways: tuple[str, ...] = ()
-    """What would have to change for the strategy to fit in the compared world; empty if it does."""
+    """Changes with which the strategy would fit in the compared world; empty if it does."""
 
     @property
     def planned_worlds(self) -> list[ForecastWorld]:

@@ -22,7 +22,7 @@ class StepFigures:
     """Operations a second of all ranks together."""
 
     mfu: float | None = None
-    """That in proportion to the peak of all devices."""
+    """FLOPs a second in proportion to the peak of all devices."""
 
     waiting: float | None = None
     """Share of a step in which the rank that waits least waits for communication."""
@@ -31,7 +31,7 @@ class StepFigures:
     """The same of the rank that waits most, which also waits for slower ranks."""
 
     compiled: CompiledWork | None = None
-    """That of the rank with most graph breaks and recompiles."""
+    """Compiled work of the rank with most graph breaks and recompiles."""
 
 
 StrategyWork = tuple[str, Sequence[RankWork]]

@@ -43,7 +43,7 @@ class FakeBlock:
     """True if it became the gradient of a parameter, when it died."""
 
     copied_by: CopyOnCPU | None = None
-    """What makes it, if it is a copy that is made on the CPU alone."""
+    """Library that makes it, if it is a copy that is made on the CPU alone."""
 
     place: MemoryPlace = "device"
 

@@ -56,7 +56,7 @@ class TracedTask:
     """Bytes that a microbatch sends along the axes of a mesh."""
 
     worst_routing: Activations | None = None
-    """What the model allocates if this rank's experts get the rows of all ranks; None: it has all experts itself."""
+    """Memory of the model if this rank's experts get the rows of all ranks; None: it has all experts itself."""
 
     logged_of_experts: tuple[int, ...] = ()
     """Bytes that all ranks combine at a logged step to count tokens of experts, of each collective."""
@@ -84,7 +84,7 @@ class Proof:
     """Passes of the set-up without autocast, which hold no optimizer's tensors."""
 
     whole: PlannedStage
-    """That of the whole model, on the CPU of rank 0."""
+    """Record of the whole model, on the CPU of rank 0."""
 
     part: PlannedStage | None
     """That of the rank's part; None: it needs less than a step, which computes in the same precision."""

@@ -13,9 +13,7 @@ from typing import Any, Final, Protocol, final
 
 import torch.distributed as dist
 from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage] - no public way
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from unipar.backend import Engine
@@ -23,7 +21,7 @@ from unipar.backend.engine import DelegatingEngine
 from unipar.config.config import Trace
 from unipar.distributed.device import bytes_allocated, has_own_memory
 from unipar.distributed.world import World
-from unipar.memory.recording.bytes_sent_recorder import CallGroups, bytes_of_call, collective_of
+from unipar.memory.recording.bytes_sent_recorder import CallGroups, CollectiveMode, bytes_of_call
 from unipar.memory.recording.held_bytes import bytes_held_by
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import trace_path
@@ -257,34 +255,18 @@ def _with_range(method: Callable[..., Any], name: str, make_range: MakeRange) ->
 
 
 @final
-class _CollectiveRanges(TorchDispatchMode):
-    """Dispatch mode that makes a range of each collective, with its axis and bytes; every operator passes through it.
-
-    Autograd's threads inherit the mode, so that collectives of a backward have names too.
-    """
+class _CollectiveRanges(CollectiveMode):
+    """Dispatch mode that makes a range of each collective, with its axis and bytes."""
 
     def __init__(self, groups: CallGroups, make_range: MakeRange) -> None:
         super().__init__()
         self._groups, self._range = groups, make_range
-        self._kinds: dict[Any, str | None] = {}
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        """Return True: what torch.compile has compiled runs under it, instead of what it was compiled from."""
-        return True
 
     @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor calls the collectives on plain tensors, which have names then
-        if func not in self._kinds:
-            self._kinds[func] = collective_of(func._schema.name)
-        if (kind := self._kinds[func]) is None:
-            return func(*args, **(kwargs or {}))
-        axis = self._groups.of_call(kind, func._schema, args, kwargs or {}).axis
+    def call(self, kind: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         traced = TracedRange(kind)
         with self._range(traced):
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
+        axis = self._groups.of_call(kind, func._schema, args, kwargs).axis
         traced.name_collective(kind, axis, bytes_of_call(args, out))
         return out

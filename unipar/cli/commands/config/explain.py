@@ -102,7 +102,7 @@ class StrategyExplanation:
     """Settings that the strategy's library will get."""
 
     axes: Sequence[ExplainedValue] = ()
-    """What follows from the axes of the mesh beside the data's: ranks, share of the batch, a pipeline's bubble."""
+    """Consequences of the axes of the mesh beside the data's: ranks, share of the batch, a pipeline's bubble."""
 
 
 @dataclass(frozen=True)
