@@ -284,7 +284,7 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
         )
     if config.train.local_steps is not None:
         yield f"train.local_steps: {config.train.local_steps} is not available: nn.DataParallel is one process"
-    forwards = [f"model.recompute: {model.recompute}"] * (model.recompute != "none")
+    forwards = [f"model.recompute: {model.recomputes}"] * (model.recomputes != "none")
     forwards += ["model.compile"] * (model.compiling is not None)
     forwards += ["model.offload: activations"] * model.offloads_activations
     for key in forwards:

@@ -97,7 +97,7 @@ def conditions_of(config: Config) -> dict[str, str]:
         "train.local_steps": train.local_steps,
         "model.offload": None if model.offloaded_state == "none" else model.offloaded_state,
         "model.sync_batchnorm": model.sync_batchnorm or None,
-        "model.recompute": model.recompute,
+        "model.recompute": model.recomputes,
         "model.compile": model.compiling and model.compiling.what,
     }
     keys = {key: f"{key}: {yaml_word(value)}" for key, value in values.items() if value is not None}

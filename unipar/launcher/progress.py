@@ -182,7 +182,7 @@ class Progress:
             self.say(f"work: {row['said']}")
         elif row["event"] == "compiler":
             self.say(f"{row['what']}: {row['why']}")
-        elif row["event"] in ("training mode", "data", "tracker", "memory", "read on"):
+        elif row["event"] in ("training mode", "recomputed blocks", "data", "tracker", "memory", "read on"):
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
         elif row["event"] == "trace":
             for trace in list_traces({0: [row]}, self._run):

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from unipar.config.sections.strategy import PipelineSchedule
 from unipar.planning.activations import Activations
 from unipar.planning.peaks import PHASES, PlannedMemory, PredictedPeak, StepSpan, built_peak, positions_of
-from unipar.planning.pipeline_order import TurnWay, order_of_rank
+from unipar.planning.pipeline_order import TurnWay, microbatches_in_flight, order_of_rank
 from unipar.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
 
 Line = tuple[float, float]
@@ -158,13 +158,9 @@ class PlannedRank:
     def _most_in_flight(self, microbatches: int) -> list[int]:
         """Return the most microbatches that wait for their backward, or run it, in each stage."""
         assert self.schedule is not None
-        now, most = [0] * len(self.stages), [0] * len(self.stages)
-        ends: TurnWay = "weights" if self.schedule == "zerobubble" else "backward"
-        for number, turn in order_of_rank(self.schedule, self.ranks, self.rank, microbatches, len(self.stages)):
-            place = number // self.ranks
-            now[place] += (turn.way == "forward") - (turn.way == ends)
-            most[place] = max(most[place], now[place])
-        return most
+        order = order_of_rank(self.schedule, self.ranks, self.rank, microbatches, len(self.stages))
+        places = range(len(self.stages))
+        return [microbatches_in_flight([turn for n, turn in order if n // self.ranks == place]) for place in places]
 
     def sent(self, span: StepSpan, microbatches: int, micro: int) -> Iterator[Term]:
         """Yield what torch holds for what stages send to each other."""

@@ -12,18 +12,19 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from unipar.backend import Backend, Engine, Part
 from unipar.backend.file_values import RestoredValues, set_file_values
 from unipar.backend.offered_strategies import ONE
 from unipar.config import Config
+from unipar.config.sections.model import RecomputeFit
 from unipar.config.settled import SettledConfig
 from unipar.distributed.device import device_name, forget_peaks, has_own_memory, release_unused_memory
 from unipar.distributed.place import Place
 from unipar.distributed.world import World, leave_current_world
 from unipar.engines.averages.engine import with_averages
-from unipar.errors import BackendNotInstalled, Stopped, TaskError
+from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
 from unipar.model.modes import enter_training_mode
@@ -48,6 +49,7 @@ from unipar.training.training_run import TrainingRun
 from unipar.training.watch.state_watch import watched_dtypes
 from unipar.utils.malloc_settings import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
+from unipar.utils.seeding import kept_random_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from unipar.data.microbatch_loader import MicrobatchLoader
     from unipar.memory.recording.memory_log import StepMemory
     from unipar.model.safetensors_files import SafetensorsFiles
+    from unipar.training.fake_run.recompute_fit import RecomputeChoice
     from unipar.training.resuming import ChosenCheckpoint
 
 
@@ -288,6 +291,9 @@ def build_run(
     world.lay(**config.parallel.axes.sizes)
     if not prepared:
         _prepare_once_per_machine(task, world)
+    if isinstance(config.model.recompute, RecomputeFit):
+        recompute = _choose_recomputed(settled, task, world, run_log)
+        config = config.changed({"model.recompute": recompute})
     base = anonymous_memory()
     may_be_empty = build is None and backend.fills_from_files(config)
     modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
@@ -343,6 +349,27 @@ def build_run(
     return TrainingRun(
         task, parts, world, config, sizes, run_log=run_log, heartbeat=heartbeat, trackers=trackers, work=work
     )
+
+
+def _choose_recomputed(
+    settled: SettledConfig, task: Task, world: World, run_log: RunLog
+) -> tuple[str, ...] | Literal["none"]:
+    """Return the blocks that rank 0's plan chooses to recompute, and note them; raise ConfigError on all ranks."""
+    choice: RecomputeChoice | str = ""
+    if world.rank == 0:
+        from unipar.training.fake_run.recompute_fit import choose_recomputed
+
+        with kept_random_state():
+            try:
+                choice = choose_recomputed(settled, task)
+            except ConfigError as e:
+                choice = str(e)
+    choice = world.tell_objects(choice, 0)
+    if isinstance(choice, str):
+        raise ConfigError(choice)
+    if world.rank == 0:
+        run_log.note("recomputed blocks", said=choice.says, names=list(choice.names))
+    return choice.names or "none"
 
 
 def _make_observer(config: Config, modules: Mapping[str, nn.Module], world: World) -> StepObserver:

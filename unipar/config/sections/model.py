@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from unipar.config.sections.section import Section
+from unipar.config.sections.size import Bytes
 
 Offloaded = Literal["optimizer", "parameters", "activations"]
 
@@ -19,6 +20,13 @@ class Compile(Section):
 
     backend: str = "inductor"
     """torch.compile's backend."""
+
+
+class RecomputeFit(Section):
+    """Config section `model.recompute`."""
+
+    fit: Bytes
+    """Memory of a rank, such as 76GiB: only as many blocks are recomputed, the first ones, as the plan needs for it."""
 
 
 class Weights(Section):
@@ -46,9 +54,12 @@ class Model(Section):
     """The repeated blocks, split one by one if parameters are split. auto: detected; none: the model is not divided
     into blocks; or their names, `*` allowed: `["layers.*"]`."""
 
-    recompute: Literal["none", "blocks", "selective"] = "none"
+    recompute: (
+        Literal["none", "blocks", "selective"] | Annotated[tuple[str, ...], Field(strict=False)] | RecomputeFit
+    ) = "none"
     """Activations that the backward pass computes again instead of keeping them. blocks: all in each block; selective:
-    all in each block except those of matrix products, convolutions and attention."""
+    all in each block except those of matrix products, convolutions and attention; names of blocks, `*` allowed: all in
+    these, `["layers.0", "layers.1"]`; {fit: 76GiB}: all in as many blocks as the plan needs."""
 
     compile: bool | Literal["blocks", "model"] | Compile = False
     """torch.compile on each block, or on the model; true: blocks if the model has any, else the model."""
@@ -86,6 +97,11 @@ class Model(Section):
     def offloads_activations(self) -> bool:
         """Whether what autograd saves in the blocks is kept in host memory until backward."""
         return "activations" in self.offload  # a word, or one of two
+
+    @property
+    def recomputes(self) -> Literal["none", "blocks", "selective"]:
+        """What is recomputed in the blocks, in all of them or in some."""
+        return self.recompute if isinstance(self.recompute, str) else "blocks"
 
     @property
     def compiling(self) -> Compile | None:
