@@ -44,6 +44,7 @@ from unipar.tracking.writer import TrackerWriter
 from unipar.training.local_batches import first_microbatch, first_microbatches
 from unipar.training.out_of_memory import explain_out_of_memory, is_out_of_memory
 from unipar.training.stopping import stop_on_signals, stop_reason
+from unipar.training.task_facts import prepare_task
 from unipar.training.trained_parts import OfOptimizer, TrainedPart, tied_names
 from unipar.training.training_run import TrainingRun
 from unipar.training.watch.state_watch import watched_dtypes
@@ -84,6 +85,10 @@ def open_run(
     with stop_on_signals(deadline), RunLog(run_log_path(run, place.rank)) as run_log, ExitStack() as failed:
         if place.size == 1 or not place.started_by_unipar:
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
+        recompute: RecomputeChoice | str | None = None
+        if isinstance(config.model.recompute, RecomputeFit) and config.parallel.axes.split and place.rank == 0:
+            prepare_task(task)
+            recompute = _plan_recompute(settled, task)  # later its process groups would be in the way
         with _explain_import_error(backend):
             world = backend.join(settled.on_device, place)
         if world.device.type == "cpu" and not is_malloc_set_by_environment():
@@ -94,7 +99,10 @@ def open_run(
         watcher = _make_step_memory(config, backend, world, run, heartbeat, run_log)
         config_values = config.model_dump(mode="json")
         trackers = TrackerWriter(config.log.to, run, place.rank, config_values, run_log.note, after=after)
-        resumes, build = chosen is not None, partial(build_run, settled, backend, task, world, heartbeat=heartbeat)
+        resumes, build = (
+            chosen is not None,
+            partial(build_run, settled, backend, task, world, heartbeat=heartbeat, recompute=recompute),
+        )
         with explain_out_of_memory(run, place.rank):
             tried = _try_largest(build, world, run_log, trackers) if config.batch.memory_check else None
             live = build(run_log=run_log, trackers=trackers, resumes=resumes)
@@ -276,12 +284,13 @@ def build_run(
     resumes: bool = False,
     prepared: bool = False,
     counts: bool = True,
+    recompute: RecomputeChoice | str | None = None,
 ) -> TrainingRun:
     """Create the model, its engines (by `build`, if given, instead of the backend) and the run, in a joined world.
 
     `resumes`: a checkpoint is read next, so that the model needs neither values nor the file of `model.weights`.
     `prepared`: the task's `prepare` was called; again, it might write what another rank reads. `counts`: the operations
-    of a step are counted in the first.
+    of a step are counted in the first. `recompute`: what `_plan_recompute` has returned on rank 0; None: it is called.
     """
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
@@ -292,8 +301,9 @@ def build_run(
     if not prepared:
         _prepare_once_per_machine(task, world)
     if isinstance(config.model.recompute, RecomputeFit):
-        recompute = _choose_recomputed(settled, task, world, run_log)
-        config = config.changed({"model.recompute": recompute})
+        if recompute is None and world.rank == 0:
+            recompute = _plan_recompute(settled, task)
+        config = config.changed({"model.recompute": _share_recompute(recompute, world, run_log)})
     base = anonymous_memory()
     may_be_empty = build is None and backend.fills_from_files(config)
     modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
@@ -351,20 +361,23 @@ def build_run(
     )
 
 
-def _choose_recomputed(
-    settled: SettledConfig, task: Task, world: World, run_log: RunLog
-) -> tuple[str, ...] | Literal["none"]:
-    """Return the blocks that rank 0's plan chooses to recompute, and note them; raise ConfigError on all ranks."""
-    choice: RecomputeChoice | str = ""
-    if world.rank == 0:
-        from unipar.training.fake_run.recompute_fit import choose_recomputed
+def _plan_recompute(settled: SettledConfig, task: Task) -> RecomputeChoice | str:
+    """Return the blocks that a plan chooses to recompute, or the sentence of the error."""
+    from unipar.training.fake_run.recompute_fit import choose_recomputed
 
-        with kept_random_state():
-            try:
-                choice = choose_recomputed(settled, task)
-            except ConfigError as e:
-                choice = str(e)
+    with kept_random_state():
+        try:
+            return choose_recomputed(settled, task)
+        except ConfigError as e:
+            return str(e)
+
+
+def _share_recompute(
+    choice: RecomputeChoice | str | None, world: World, run_log: RunLog
+) -> tuple[str, ...] | Literal["none"]:
+    """Return the blocks that rank 0 has chosen to recompute, and note them; raise ConfigError on all ranks."""
     choice = world.tell_objects(choice, 0)
+    assert choice is not None
     if isinstance(choice, str):
         raise ConfigError(choice)
     if world.rank == 0:

@@ -110,10 +110,11 @@ def _not_reached(settled: SettledConfig, fit: int, blocks: int, least: int, most
         *(["move activations (model.offload: activations)"] if _may_offload(settled) else []),
         "raise fit",
     ]
+    lack = f"{format_size(least)} by the plan, {format_size(least - fit)} more"
     return ConfigError(
         f"model.recompute: {{fit: {format_size(fit)}}} is not reached: with all of {count_of(blocks, 'block')} "
-        f"recomputed a rank of {strategy_of(config)} needs {format_size(least)} by the plan, {format_size(least - fit)} "
-        f"more ({format_size(most)} with none recomputed); {', '.join(ways[:-1])}{', or ' * bool(ways[:-1])}{ways[-1]}"
+        f"recomputed a rank of {strategy_of(config)} needs {lack} ({format_size(most)} with none recomputed); "
+        f"{', or '.join(filter(None, (', '.join(ways[:-1]), ways[-1])))}"
     )
 
 
