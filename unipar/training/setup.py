@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from unipar.backend import Backend, Engine, Part
 from unipar.backend.file_values import RestoredValues, set_file_values
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from unipar.data.microbatch_loader import MicrobatchLoader
     from unipar.memory.recording.memory_log import StepMemory
     from unipar.model.safetensors_files import SafetensorsFiles
-    from unipar.training.fake_run.recompute_fit import RecomputeChoice
+    from unipar.training.fake_run.recompute_fit import Recompute, RecomputeChoice
     from unipar.training.resuming import ChosenCheckpoint
 
 
@@ -363,18 +363,16 @@ def build_run(
 
 def _plan_recompute(settled: SettledConfig, task: Task) -> RecomputeChoice | str:
     """Return the blocks that a plan chooses to recompute, or the sentence of the error."""
-    from unipar.training.fake_run.recompute_fit import choose_recomputed
+    from unipar.training.fake_run.recompute_fit import choose_for_run
 
     with kept_random_state():
         try:
-            return choose_recomputed(settled, task)
+            return choose_for_run(settled, task)
         except ConfigError as e:
             return str(e)
 
 
-def _share_recompute(
-    choice: RecomputeChoice | str | None, world: World, run_log: RunLog
-) -> tuple[str, ...] | Literal["none"]:
+def _share_recompute(choice: RecomputeChoice | str | None, world: World, run_log: RunLog) -> Recompute:
     """Return the blocks that rank 0 has chosen to recompute, and note them; raise ConfigError on all ranks."""
     choice = world.tell_objects(choice, 0)
     assert choice is not None
@@ -382,7 +380,7 @@ def _share_recompute(
         raise ConfigError(choice)
     if world.rank == 0:
         run_log.note("recomputed blocks", said=choice.says, names=list(choice.names))
-    return choice.names or "none"
+    return choice.recompute
 
 
 def _make_observer(config: Config, modules: Mapping[str, nn.Module], world: World) -> StepObserver:
