@@ -127,7 +127,8 @@ def test_strategies(training: EmulatedTraining, emulated: EmulatedDevice, tmp_pa
     plain = training.run(emulated, "fp32", tmp_path / "plain")
     offloaded = training.beside({"offload": "activations"})
     moved = offloaded.run(emulated, "fp32", tmp_path / "moved")
-    assert moved.result and moved.result == plain.result
+    assert moved.result
+    assert moved.result == plain.result
     assert moved.texts("race") == []
     assert waits_of_a_step(offloaded, moved) == waits_of_a_step(training, plain)
 

@@ -139,9 +139,9 @@ def test_what_cannot_be_reached() -> None:
     with pytest.raises(ConfigError) as e:
         choose("2MiB", parallel={"data": 1})
     assert str(e.value) == (
-        "model.recompute: {fit: 2.0 MiB} is not reached: with all of 8 blocks recomputed a rank of native/nothing needs "
-        "8.2 MiB by the plan, 6.2 MiB more (15 MiB with none recomputed); lower batch.micro (4), split parameters "
-        "(parallel.shard: parameters), or raise fit"
+        "model.recompute: {fit: 2.0 MiB} is not reached: with all of 8 blocks recomputed a rank of native/nothing "
+        "needs 8.2 MiB by the plan, 6.2 MiB more (15 MiB with none recomputed); lower batch.micro (4), split "
+        "parameters (parallel.shard: parameters), or raise fit"
     )
 
 
