@@ -1,6 +1,6 @@
 """Models that others wrote, split over a mesh and verified: `python -m benchmarks.mesh [MODEL ...]`.
 
-With `--write` the table replaces that of its report. `--drawn SEED` verifies twenty small models instead that
+With `--write` their rows replace those of the report. `--drawn SEED` verifies twenty small models instead that
 are drawn by this seed. Exit 1: a strategy disagrees, or fails without a refusal.
 """
 
@@ -297,11 +297,34 @@ def page_rows(rows: Sequence[Row]) -> str:
     return "\n".join([*chain(*tables), *below]).rstrip("\n")
 
 
-def written(page: str, table: str) -> str:
-    """Return the page with another table."""
+def rows_of_table(table: str) -> list[Row]:
+    """Return the rows of which `page_rows` has made a table."""
+    notes = dict(line.split(". ", 1) for line in table.splitlines() if line[:1].isdigit())
+    rows: list[Row] = []
+    strategies: list[str] = []
+    for line in table.splitlines():
+        name, *cells = (cell.strip(" `") for cell in line.strip("|").split(" | "))
+        if name == "model":
+            strategies = cells
+        elif line.startswith("| `"):
+            said = zip(strategies, ((notes.get(cell.strip("()")), cell) for cell in cells), strict=True)
+            rows += [Row(name, to, note is None, note is not None, note or cell) for to, (note, cell) in said]
+    return [row for row in rows if row.says != "-"]
+
+
+def written(page: str, rows: Sequence[Row]) -> str:
+    """Return the page with these rows in place of its own of the same models and strategies."""
     before, _, rest = page.partition("<!-- table -->\n")
-    _, _, after = rest.partition("<!-- end -->\n")
-    return f"{before}<!-- table -->\n{table}\n<!-- end -->\n{after}"
+    table, _, after = rest.partition("<!-- end -->\n")
+    new = {(row.model, row.strategy) for row in rows}
+    kept = [row for row in rows_of_table(table) if (row.model, row.strategy) not in new]
+    models = [*SUBJECTS]
+
+    def place(row: Row) -> tuple[int, int]:
+        return models.index(row.model), [*SUBJECTS[row.model].strategies].index(row.strategy)
+
+    every = sorted([*kept, *rows], key=place)
+    return f"{before}<!-- table -->\n{page_rows(every)}\n<!-- end -->\n{after}"
 
 
 def main(words: Sequence[str]) -> int:
@@ -312,7 +335,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--strategies", action="append", default=[], metavar="STRATEGY", help=", ".join(every))
     parser.add_argument("--drawn", type=int, metavar="SEED", help="models that are drawn by this seed")
     parser.add_argument("--count", type=int, default=20, metavar="N", help="how many are drawn; default: 20")
-    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/reports/mesh-models.md")
+    parser.add_argument("--write", action="store_true", help="write the rows into benchmarks/reports/mesh-models.md")
     given = parser.parse_args(words)
     usual = every if given.drawn is None else DRAWN_STRATEGIES
     strategies = [strategy for text in given.strategies for strategy in text.split(",")] or list(usual)
@@ -342,7 +365,7 @@ def main(words: Sequence[str]) -> int:
         + (f"; {wrong} DISAGREE or FAILED" if wrong else "")
     )
     if given.write and given.drawn is None:
-        PAGE.write_text(written(PAGE.read_text("utf-8"), page_rows(rows)), "utf-8")
+        PAGE.write_text(written(PAGE.read_text("utf-8"), rows), "utf-8")
         print(f"written: {PAGE.relative_to(ROOT)}")
     return 1 if wrong or not rows else 0
 

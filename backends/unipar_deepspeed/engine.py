@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -15,9 +15,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
+from unipar_mesh.expert.token_counts import TokenCounts
 from unipar_mesh.look_at_model import WholeModel
 
-from unipar.backend import Backend, Factor, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step
+from unipar.backend import Backend, ExpertTokens, Factor, Fn, Holding, LossFn, Mark, Micro, Part, Piece, Read, Step
 from unipar.backend import offered_strategies as strategies
 from unipar.backend.joining import meet
 from unipar.backend.precision import autocast_dtype, batch_dtype
@@ -41,6 +42,7 @@ from unipar.errors import TaskError
 from unipar_deepspeed.expert_parallel import (
     ExpertSplit,
     check_replaced,
+    count_tokens,
     let_experts_follow_autocast,
     plan_experts,
     regroup,
@@ -123,6 +125,7 @@ class ZeroEngine(OptimizerEngine):
         self.call.cast = batch_dtype(config.train.precision)
         if config.train.precision == "fp64":
             _allow_fp64()
+        self._tokens = TokenCounts((), world)
         self.engine: Any = self._start(part, split, partial(start, self.call), optimizer, settings)
         self.trained = tuple(p for p in part.module.parameters() if p.requires_grad)
         if config.train.precision == "fp64":
@@ -161,6 +164,7 @@ class ZeroEngine(OptimizerEngine):
                 engine = start(make, settings)
             check_replaced(part.module, users.values(), split)
             let_experts_follow_autocast(part.module, split)
+            self._tokens = count_tokens(part.module, split, self.world)
             return engine
         marked = [] if split is None else keep_sizes(part.module, split)
         engine = start(self._with_rates(optimizer), settings)
@@ -181,7 +185,8 @@ class ZeroEngine(OptimizerEngine):
         for i, micro in enumerate(micros, 1):
             engine.set_gradient_accumulation_boundary(i == count)
             mark("forward")
-            loss: Tensor = engine(fn, OpaqueBatch(micro.batch), micro.number)
+            with self._tokens.counting():
+                loss: Tensor = engine(fn, OpaqueBatch(micro.batch), micro.number)
             mark("backward")
             mine, share = scale_loss(loss, micro.scale, divisor, share)
             engine.backward(mine, scale_wrt_gas=False)
@@ -246,6 +251,10 @@ class ZeroEngine(OptimizerEngine):
         if self.holder.split is not None:
             return clip_counted(partition, list(self.holder.counted_gradients()), self.limit, self.world)
         return clip_in_fp64((partition, True), self.limit, self.world)
+
+    @override
+    def take_expert_tokens(self) -> Mapping[str, ExpertTokens]:
+        return self._tokens.take()
 
     @override
     def evaluate(self, fn: Fn, batch: Any) -> Any:

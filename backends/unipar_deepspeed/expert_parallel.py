@@ -25,6 +25,8 @@ from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
+from unipar_mesh.expert.expert_layer import ExpertLayer
+from unipar_mesh.expert.token_counts import TokenCounts
 from unipar_mesh.look_at_model import WholeModel, whole_gradients
 from unipar_mesh.model_split import made_on_first_rank, microbatches
 
@@ -318,6 +320,26 @@ def let_experts_follow_autocast(model: nn.Module, split: ExpertSplit) -> None:
     for name in split.layers:
         experts = model.get_submodule(f"{name}.experts")
         experts.forward = partial(_in_autocast_dtype, experts.forward)
+
+
+def count_tokens(model: nn.Module, split: ExpertSplit, world: World) -> TokenCounts:
+    """Return counts to which AutoEP's routers add the tokens of each forward."""
+    counts = TokenCounts([ExpertLayer(name, "stacked", experts) for name, experts in _experts_of(model, split)], world)
+    world.groups.experts()  # all ranks make it here
+    for name, (layer, _) in zip(split.layers, _experts_of(model, split), strict=True):
+        model.get_submodule(f"{name}.router").register_forward_hook(partial(_add_tokens, counts, layer))
+    return counts
+
+
+def _experts_of(model: nn.Module, split: ExpertSplit) -> list[tuple[str, int]]:
+    """Return the name of each layer's experts, and their number."""
+    layers: list[Any] = [model.get_submodule(name) for name in split.layers]
+    return [(f"{name}.{_EXPERTS}", layer.num_experts) for name, layer in zip(split.layers, layers, strict=True)]
+
+
+def _add_tokens(counts: TokenCounts, layer: str, router: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
+    """Add the tokens of a forward, which a router returns by expert behind weights and numbers."""
+    counts.add(layer, outputs[2])
 
 
 def _in_autocast_dtype(inner: Callable[..., Tensor], rows: Tensor, *others: Any) -> Tensor:

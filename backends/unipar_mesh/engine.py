@@ -68,7 +68,7 @@ class MeshEngine(ShardedEngine):
         self.split = MeshSplit.of(part, look, world, axes, vocabulary=options.vocabulary == "split")
         self._parts = self.split.own_parts(world.mesh.seat["tensor"])
         sites = calls_of_blocks(part.module, {} if axes.context > 1 else look.plans)
-        shell = place_model(part.module, self.split.own_blocks, self.placement(config, world), world.device)
+        shell = place_model(part.module, self.placement(config, world), world.device)
         super().__init__(replace(part, optimizer=partial(_optimizer_by_mesh, part.optimizer)), config, world)
         self._call_through(shell, part, config)
         self._count_elements_once()
@@ -180,10 +180,12 @@ class MeshEngine(ShardedEngine):
                 mesh = world.groups.copies_of_ranks(*copies_by_machine(world.mesh, world.machines))
             else:
                 mesh = world.groups.copies_and_shards(over * self.axes.context)
-        return Placement(self.split.absent, self._parts, mesh, *self._experts_of_rank(config, world), settings)
+        gathered_once = self.once and self.axes.pieces == 1
+        blocks = self.split.larger_blocks(self._parts) if gathered_once else self.split.own_blocks
+        return Placement(self.split.absent, self._parts, mesh, blocks, *self._experts_of_rank(config, world), settings)
 
     def _experts_of_rank(self, config: Config, world: World) -> tuple[list[str], DeviceMesh | None]:
-        """Return the modules of this rank's experts, and the mesh of ranks that train the same ones."""
+        """Return the modules of this rank's experts, and the mesh of ranks that train the same ones, if others do."""
         expert = self.axes.expert
         if expert == 1:
             return [], None
@@ -192,7 +194,8 @@ class MeshEngine(ShardedEngine):
         shards = 1 if config.parallel.shard == "nothing" else max(1, over // expert) * self.axes.context
         layers = self.split.own_experts
         names = [name for layer in layers for name in layer.sharded_modules(self.split.expert_seat, expert)]
-        return names, world.groups.copies_and_shards_of_experts(shards)
+        mesh = world.groups.copies_and_shards_of_experts(shards)
+        return names, mesh if mesh.size() > 1 else None
 
     def _groups_of_owners(self, world: World) -> Mapping[tuple[int, ...], dist.ProcessGroup]:
         """Return this rank's group for each set of stages that share parameters; all ranks make all groups."""
@@ -380,8 +383,8 @@ class MeshEngine(ShardedEngine):
             return False
         if isinstance(t, DTensor):
             return is_first_copy(t, self.world)
-        listed = name in self.split.names_of_experts and name not in self.split.expert_cuts
-        return seat["data"] == (self.split.expert_seat if listed else 0) and seat["context"] == 0
+        differs = name in self.split.names_of_experts and (t.ndim > 0 or name not in self.split.expert_cuts)
+        return seat["data"] == (self.split.expert_seat if differs else 0) and seat["context"] == 0
 
     @override
     def buffers_to_save(self) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
+from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -21,6 +22,7 @@ from unipar.engines.router_choices import RouterChoice
 from unipar.errors import TaskError
 from unipar_mesh.expert.expert_layer import ExpertLayer, cuts_of_experts, experts_left_out
 from unipar_mesh.expert.find_experts import experts_by_shape_left_out, find_experts
+from unipar_mesh.expert.small_blocks import small_blocks
 from unipar_mesh.look_at_model import ModelFacts, WholeModel, look_at_model, names_in_several, whole_gradients
 from unipar_mesh.proof.proof_of_blocks import WholeBlocks, blocks_to_prove, sketch_blocks
 from unipar_mesh.proof.router_ties import recorded_choices
@@ -233,6 +235,16 @@ class MeshSplit:
         """Names of the parameters of which ranks along `expert` have different ones."""
         prefixes = tuple(f"{layer.name}." for layer in self.experts)
         return frozenset(name for name in self.shapes if name.startswith(prefixes))
+
+    def larger_blocks(self, parts: Mapping[str, OwnPart]) -> list[str]:
+        """Return the names of the blocks that this rank runs, without those that are small besides their experts."""
+        local = {name: parts[name].cut.local_shape() if name in parts else shape for name, shape in self.shapes.items()}
+        rest = {name: prod(shape) for name, shape in local.items() if name not in self.names_of_experts}
+        sizes = {
+            block: sum(size for name, size in rest.items() if name.startswith(f"{block}.")) for block in self.own_blocks
+        }
+        small = small_blocks(sizes, [layer.name for layer in self.experts])
+        return [block for block in self.own_blocks if block not in small]
 
     def own_parts(self, tensor_seat: int) -> dict[str, OwnPart]:
         """Return this rank's part of each parameter that is cut."""

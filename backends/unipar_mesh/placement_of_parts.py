@@ -31,18 +31,20 @@ class Placement:
     mesh: DeviceMesh | None
     """Copies x shards, for FSDP2; None without it."""
 
+    blocks: Sequence[str]
+    """Modules that are groups of FSDP2's over `mesh`; all else is one more."""
+
     experts: Sequence[str]
     """Modules of which the ranks of `mesh_of_experts` train the same experts."""
 
     mesh_of_experts: DeviceMesh | None
+    """None: no other rank trains this one's experts, and FSDP2 does not have them."""
 
     settings: Mapping[str, Any]
     """Further arguments of fully_shard."""
 
 
-def place_model(
-    module: nn.Module, own_blocks: Sequence[str], placement: Placement, device: torch.device
-) -> ForwardCall:
+def place_model(module: nn.Module, placement: Placement, device: torch.device) -> ForwardCall:
     """Give this rank its parameters, with rank 0's values; return the module to call.
 
     A parameter that is absent becomes zeros without memory: what the loss computes before the first own block runs on
@@ -63,10 +65,13 @@ def place_model(
     replace_parameters(module, shape_only)
     shell = ForwardCall(module, device)
     if placement.mesh is not None:
-        ignored = set(absent.values())
-        for name in placement.experts:
-            fully_shard(module.get_submodule(name), mesh=placement.mesh_of_experts, **placement.settings)
-        for name in own_blocks:
+        ignored: set[nn.Parameter] = set(absent.values())
+        for experts in map(module.get_submodule, placement.experts):
+            if placement.mesh_of_experts is None:
+                ignored.update(experts.parameters())
+            else:
+                fully_shard(experts, mesh=placement.mesh_of_experts, **placement.settings)
+        for name in placement.blocks:
             fully_shard(module.get_submodule(name), mesh=placement.mesh, ignored_params=ignored, **placement.settings)
         fully_shard(shell, mesh=placement.mesh, ignored_params=ignored, **placement.settings)
     now = dict(module.named_parameters(remove_duplicate=False))

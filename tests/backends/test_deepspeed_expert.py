@@ -11,6 +11,7 @@ from torch import nn
 from typing_extensions import override
 from unipar_deepspeed import expert_parallel
 from unipar_deepspeed.expert_parallel import ExpertPart, ExpertSplit
+from unipar_mesh.expert import token_counts
 
 import unipar
 from tests.support.expert_models import OfTransformers, OfUser
@@ -239,6 +240,31 @@ def test_experts_follow_autocast(tmp_path: Path) -> None:
     native = losses(tmp_path, "native", {"auxiliary": False}, {"expert": 2}, backend="native", train=train)
     split = losses(tmp_path, "split", {"auxiliary": False}, {"expert": 2}, backend="deepspeed", train=train)
     assert split == pytest.approx(native, rel=1e-6)
+
+
+class ToldAtOnce(OfTransformers):
+    """A mixture, of which ranks tell one another in each forward how many tokens they have sent."""
+
+    @override
+    def model(self) -> nn.Module:
+        token_counts.AT_ONCE = 1  # pyright: ignore[reportConstantRedefinition]
+        return super().model()
+
+
+@pytest.mark.parametrize("task", [f"{TASKS}:OfTransformers", f"{Path(__file__)}:ToldAtOnce"])
+def test_tokens_of_experts(tmp_path: Path, task: str) -> None:
+    """In the first step they are those of native, by expert, rank and microbatch."""
+    more: dict[str, Any] = {"train": {"steps": 1}, "batch": {"total": 16, "micro": 2}}
+    more["task"] = {"use": task, "args": {"auxiliary": False}}
+    runs = (
+        config_of(tmp_path, backend, {}, {"expert": 2}, backend=backend, **more) for backend in ("native", "deepspeed")
+    )
+    native, autoep = (unipar.launch(config, quiet=True).experts for config in runs)
+    ((_, layers),) = autoep
+    assert list(layers) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert [sum(layer["tokens"]) for layer in layers.values()] == [16 * 12 * 2] * 2
+    assert {1.0} != {layer["microbatch"] for layer in layers.values()}
+    assert autoep == native
 
 
 class Fewer(OfTransformers):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 from unipar_mesh.engine import MeshEngine
 from unipar_mesh.expert import exchange
@@ -251,6 +253,31 @@ def test_gradients_of_experts_that_are_not_divided(tmp_path: Path) -> None:
         TaskError, match=r"the gradient of layers\.\d\.mixture\.experts\.\w+ is off by 1\.0e\+00 of its"
     ):
         losses(tmp_path, f"{Path(__file__)}:Undivided", {}, {"expert": 2})
+
+
+class Apart(OfUser):
+    """A user's mixture that is refused if FSDP2 has its experts."""
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        if isinstance(model.layers[0].mixture.experts.up, DTensor):
+            raise TaskError("FSDP2 has the experts")
+        return super().loss(model, batch)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("parallel", "apart"),
+    [
+        ({"expert": 2, "shard": "parameters"}, True),
+        pytest.param({"data": 4, "expert": 2}, False, marks=pytest.mark.sweep),
+    ],
+)
+def test_experts_that_no_other_rank_trains(tmp_path: Path, parallel: dict[str, Any], apart: bool) -> None:
+    """FSDP2 does not have them: it would copy them to gather them, and again to reduce their gradients."""
+    expected = nullcontext() if apart else pytest.raises(TaskError, match=r"^FSDP2 has the experts")
+    with expected:
+        losses(tmp_path, f"{Path(__file__)}:Apart", {}, parallel)
 
 
 class FixedRouter(nn.Module):

@@ -90,8 +90,18 @@ def test_the_page_quotes_each_refusal_once() -> None:
         "",
         "1. refused: a skip",
     ]
-    page = "a\n<!-- table -->\nold\n<!-- end -->\nb\n"
-    assert written(page, table) == f"a\n<!-- table -->\n{table}\n<!-- end -->\nb\n"
+
+
+def test_written_rows_replace_those_of_the_same_model_and_strategy() -> None:
+    """All others stay, refusals too, and stand where they stand if all are written at once."""
+    old = [
+        Row("bert", TENSOR, True, False, "6 digits, 0.30"),
+        Row("bert", PIPELINE, False, True, "refused: a skip. It goes on"),
+        Row("llama-ring", CONTEXT, True, False, "same bits, 0.21"),
+    ]
+    new = [Row("bert", TENSOR, False, True, "refused: no cut"), Row("gpt2", PIPELINE, True, False, "7 digits, 0.10")]
+    page = f"a\n<!-- table -->\n{page_rows(old)}\n<!-- end -->\nb\n"
+    assert written(page, new) == f"a\n<!-- table -->\n{page_rows([new[1], new[0], *old[1:]])}\n<!-- end -->\nb\n"
 
 
 def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:

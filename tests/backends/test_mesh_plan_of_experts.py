@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from unipar_mesh.expert.small_blocks import small_blocks
 
+import unipar
 from tests.support.expert_models import WIDTH
 from tests.support.world import ROOT
 from unipar.backend.offered_strategies import config_in_strategy, expand_strategy_patterns
@@ -110,12 +112,13 @@ def test_a_model_without_experts_over_ranks_has_no_note() -> None:
 
 
 def test_experts_are_reduced_among_ranks_that_have_the_same(traces: TaskTraces) -> None:
-    """Of four ranks, two have the same experts, each second one; all four have the same of all else."""
+    """Of four ranks, two have the same experts, each second one; all four have the same of all else, in one group:
+    little is in a block besides experts."""
     sent = step_of(traces, "native/nothing+expert2", 4).sent
     size = sum(p.size for p in traces.whole.timeline.parameters)
     experts = 2 * EXPERTS_OF_LAYER
     assert [s for s in sent if s.axis == "data" and s.size > 16] == [
-        CommVolume("data", "all_reduce", size - experts, 3, 4, 1),
+        CommVolume("data", "all_reduce", size - experts, 1, 4, 1),
         CommVolume("data", "all_reduce", experts // 2, 2, 2, 2),
     ]
 
@@ -128,6 +131,28 @@ def test_experts_of_one_rank_are_sent_to_nobody(traces: TaskTraces) -> None:
     padded = rest + 2 * WIDTH * 4  # rows of two tables of 61 words
     assert (reduced.size, reduced.ranks) == (2 * padded, 2)
     assert step.phases[-1].held["parameters"] == padded // 2 + EXPERTS_OF_LAYER
+
+
+def test_experts_of_one_rank_are_held_once(traces: TaskTraces) -> None:
+    """They are not gathered, and their gradients are added up in place; where two ranks have the same, FSDP2 gathers
+    them."""
+    rest = sum(p.size for p in traces.whole.timeline.parameters) - 2 * EXPERTS_OF_LAYER
+    own = rest + EXPERTS_OF_LAYER
+    for ranks, gathered in ((2, rest), (4, own)):
+        _, forward, _, update, _ = step_of(traces, "native/nothing+expert2", ranks).phases
+        assert (forward.held["communication"], update.held["gradients"]) == (gathered, own)
+
+
+def test_blocks_in_which_little_is_besides_experts() -> None:
+    """Up to 1 MiB in fp32; a block without experts is a group of FSDP2's whatever its size."""
+    sizes = {"layers.1": 2**18, "layers.10": 2**18, "layers.2": 2**18 + 1}
+    assert small_blocks(sizes, ["layers.1.mlp.experts", "layers.2.mlp.experts"]) == {"layers.1"}
+
+
+def test_groups_that_are_freed_after_their_forward(traces: TaskTraces) -> None:
+    """Under `parameters` each block stays a group, however small: three are gathered, and again in backward."""
+    sent = step_of(traces, "native/parameters+expert2", 2, total=4).sent
+    assert [s.calls for s in sent if s.collective == "all_gather"] == [3 + 3]
 
 
 def test_kernels_that_need_values() -> None:
@@ -171,3 +196,17 @@ def test_lists_of_experts_are_refused() -> None:
         "plan: the experts of layers.0.mixture are a list of modules, which get their rows by value, and a plan under "
         "parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
     )
+
+
+def test_attention_that_does_not_run_on_a_part_is_refused() -> None:
+    """A plan of context says which block it is, and what its attention must be."""
+    task = given()
+    task["task"]["args"]["attention"] = "eager"
+    sentence = (
+        "parallel.context: model.layers.0 does not run on 6 positions, a rank's part (Attempting to broadcast a "
+        "dimension of length 12 at -1! Mismatching argument at index 1 had torch.Size([2, 1, 6, 12]); but expected "
+        "shape should be broadcastable to [2, 4, 6, 6]): attention must be torch's scaled_dot_product_attention "
+        '(transformers: attn_implementation="sdpa"), and what goes along the sequence an argument of the block'
+    )
+    (row,) = unipar.plan(task, strategies=["native/nothing+context2+expert2"], worlds=[4]).rows
+    assert row.refusal == sentence

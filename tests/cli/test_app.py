@@ -98,7 +98,7 @@ def test_version(unipar: Any) -> None:
     ("words", "sentence"),
     [
         (["chek"], "No such command 'chek'"),
-        (["run"], "Missing argument 'FILE'"),
+        (["run"], "Missing argument 'FILE...'"),
         (["run", "x.yaml", "--bakend", "native"], "No such option"),
         (["verify", "x.yaml", "--resume", "--from", "y"], "give --resume, to save and go on from there, or --from"),
     ],

@@ -423,3 +423,62 @@ def test_a_schedule_that_was_given_with_the_steps_is_refused(config: Reader, ste
     """A schedule that was said together with the steps, or that has never fitted, is not shortened."""
     text = SHORT.replace("{schedule}", "{warmup: 5}").replace("steps: 50", f"steps: {steps}")
     assert "schedule.warmup (5) is more than steps (3)" in refusal(config, text, *sets)
+
+
+def _read_both(config: Reader, more: str) -> ConfigSource:
+    config()
+    (folder := Path("more")).mkdir(exist_ok=True)
+    (folder / "eight.yaml").write_text(more, "utf-8")
+    return read_source(Path("x.yaml"), (), {}, [folder / "eight.yaml"])
+
+
+def test_a_later_file_changes_keys(config: Reader) -> None:
+    """Sections keep the keys that only the first file has, and each value knows its file."""
+    source = _read_both(config, "train:\n  clip: 2.0\nbatch: {micro: 8}\n")
+    train, batch = source.config.train, source.config.batch
+    assert (train.clip, train.steps, batch.micro, batch.total) == (2.0, 10, 8, 32)
+    assert source.origins["train.clip"] == "more/eight.yaml, line 2"
+    assert source.origins["train.steps"] == "x.yaml, line 6"
+    assert (source.label, source.name) == ("x.yaml + more/eight.yaml", "x+eight")
+
+
+def test_a_later_file_names_another_optimizer(config: Reader) -> None:
+    """Keys of the first file's optimizer go, as with `--set`; epochs replace steps."""
+    source = _read_both(config, "train: {optimizer: {name: sgd, lr: 0.1}, epochs: 2}\n")
+    assert isinstance(source.config.train.optimizer, SGD)
+    assert (source.config.train.steps, source.config.train.epochs) == (None, 2)
+    assert "train.optimizer.betas" not in source.origins
+
+
+def test_paths_of_a_later_file(config: Reader, tmp_path: Path) -> None:
+    """They are relative to its own folder."""
+    task = _read_both(config, "task: {use: net.py:Net}\n").config.task
+    assert task is not None
+    assert task.use == f"{tmp_path}/configs/more/net.py:Net"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            "train: {clipp: 2.0}\n",
+            "x.yaml + more/eight.yaml: train.clipp (more/eight.yaml, line 1): there is no such key; did you mean "
+            "'clip'?",
+        ),
+        (
+            "train:\n  clip: 1.0\n  clip: 2.0\n",
+            "more/eight.yaml, line 3: the key 'clip' is given twice, first in line 2; remove one",
+        ),
+        ("train: {}\n", "more/eight.yaml train: {} changes nothing; name a key, or leave it out"),
+        (
+            "- 1\n",
+            "more/eight.yaml, line 1: a config consists of keys and values, such as `batch: {total: 32}`; this is a "
+            "list, not a mapping",
+        ),
+    ],
+)
+def test_mistakes_in_a_later_file(config: Reader, more: str, message: str) -> None:
+    """The error names the file and the line."""
+    with pytest.raises(ConfigError) as e:
+        _read_both(config, more)
+    assert str(e.value) == message

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from unipar.verification.diagnosis.expert_faults import NEAR_TIE
 from unipar.verification.diagnosis.faults import IN_PART
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,8 @@ def patterns_of(name: ast.expr) -> Iterator[str]:
     match name:
         case ast.Constant(value=str(text)):
             yield re.escape(text)
+        case ast.Name(id="NEAR_TIE"):
+            yield re.escape(NEAR_TIE)
         case ast.JoinedStr(values=parts):
             yield "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".+" for part in parts)
         case ast.IfExp(body=one, orelse=other):

@@ -66,9 +66,11 @@ class CheckedSource(ConfigSource):
         return is_single_process(self.strategy, self.backend)
 
 
-def read_source(file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> CheckedSource:
-    """Return the config in a file, with `--set key=value` and a script's overrides applied and its names checked."""
-    return check_names(load_config_file(file, sets, overrides, _name_sentences))
+def read_source(
+    file: Path, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None, more: Sequence[Path] = ()
+) -> CheckedSource:
+    """Return the config in a file, changed by `more` files, `--set key=value` and overrides, with its names checked."""
+    return check_names(load_config_file(file, sets, overrides, _name_sentences, more))
 
 
 def given_source(config: Given, overrides: Mapping[str, Any] | None = None) -> CheckedSource:

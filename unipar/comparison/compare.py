@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -318,9 +317,8 @@ def _write_page(folder: Path, now: Comparison) -> Comparison:
     return now.changed(answer="".join(sentence), note="; ".join(filter(None, [now.note, page])))
 
 
-def suggest_next_commands(result: Comparison | Scaling, file: Path) -> list[str]:
-    """Return commands to try next, after this result of `compare`."""
-    name = shlex.quote(str(file))
+def suggest_next_commands(result: Comparison | Scaling, name: str) -> list[str]:
+    """Return commands to try next, after this result of `compare` on the config `name`."""
     if result.interrupted:
         return [f"unipar compare {name}   # the same again goes on where it stopped"]
     if isinstance(result, Comparison) and (wrong := result.disagreeing_rows):

@@ -104,30 +104,42 @@ def load_config_file(
     sets: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
     names: NameCheck | None = None,
+    more: Sequence[Path] = (),
 ) -> ConfigSource:
-    """Return the config of a file, changed by each `--set key=value` in order, then by the overrides of a script.
+    """Return the config of a file, changed by `more` files, each `--set key=value`, and the overrides of a script.
 
-    If it is invalid, the error also has the sentences of `names`.
+    Of several values of a key the last one counts. If the config is invalid, the error also has the sentences of
+    `names`.
     """
-    label = str(file)
-    data, lines = read_yaml_file(file)
-    if not isinstance(data, dict):
-        what = "empty" if data is None else f"{'a list' if isinstance(data, list) else show_value(data)}, not a mapping"
-        raise ConfigError(
-            f"{label}, line 1: a config consists of keys and values, such as `batch: {{total: 32}}`; this is {what}"
-        )
-    if not data.keys() & {"batch", "train"} and (library := library_of_file(data)):
-        raise ConfigError(
-            f"{label} is a config of {library}: `unipar import {shlex.quote(label)} -o train.yaml` makes one of unipar"
-        )
-    draft = _ConfigDraft(data, {key: f"line {n}" for key, n in lines.items()}, label)
-    draft.locate(file.resolve().parent)
+    files = (file, *more)
+    draft = _ConfigDraft({}, {}, " + ".join(map(str, files)))
+    for each in files:
+        data, lines = _read_keys(each)
+        before = f"{each}, " if more else ""
+        draft.add_file(data, {key: f"{before}line {n}" for key, n in lines.items()}, str(each))
+        draft.locate(each.resolve().parent)
     draft.finish_written()
     for text in sets:
         draft.put(*parse_set_argument(text), "--set")
     for key, value in (overrides or {}).items():
         draft.put(key, value, "overrides")
-    return draft.checked(file.stem, file.resolve().parent, names)
+    return draft.checked("+".join(each.stem for each in files), file.resolve().parent, names)
+
+
+def _read_keys(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the values of a config file, and the line of each dotted key."""
+    data, lines = read_yaml_file(file)
+    if not isinstance(data, dict):
+        what = "empty" if data is None else f"{'a list' if isinstance(data, list) else show_value(data)}, not a mapping"
+        raise ConfigError(
+            f"{file}, line 1: a config consists of keys and values, such as `batch: {{total: 32}}`; this is {what}"
+        )
+    if not data.keys() & {"batch", "train"} and (library := library_of_file(data)):
+        quoted = shlex.quote(str(file))
+        raise ConfigError(
+            f"{file} is a config of {library}: `unipar import {quoted} -o train.yaml` makes one of unipar"
+        )
+    return data, lines
 
 
 def load_given_config(
@@ -190,6 +202,13 @@ class _ConfigDraft:
         """Keep what is in the draft as the config that was written: what follows are changes to it."""
         self.written = WrittenConfig(copy.deepcopy(self.data), {**self.origins})
         self.changes.clear()
+
+    def add_file(self, data: Mapping[str, Any], origins: Mapping[str, str], file: str) -> None:
+        """Add the keys of a file, which count instead of those of the files before it."""
+        for key, value in data.items():
+            self._drop_other_length([key], value, file)
+            self._merge(self.data, key, value, (key,), file)
+        self.origins.update(origins)
 
     def put(self, dotted: str, value: Any, origin: str) -> None:
         """Set one key. A section changes only the keys that it names; one with another `name` replaces the old one."""

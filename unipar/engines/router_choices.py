@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
+import torch
 from torch import Tensor
+
+_NEAR: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
+_NEAR_OF_COARSER: Final = 5e-2
+
+
+def widest_tie(dtype: torch.dtype) -> float:
+    """Return the largest gap of two experts' scores that rounding explains, relative to the larger one."""
+    return _NEAR.get(dtype, _NEAR_OF_COARSER)
 
 
 @final

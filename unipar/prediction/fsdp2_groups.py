@@ -42,6 +42,9 @@ class ShardedModel:
     ranks_of_groups: Mapping[int, int] = field(default_factory=dict[int, int])
     """Ranks of groups that are sharded over fewer than the others, by number of the block."""
 
+    whole_groups: frozenset[int] = frozenset()
+    """Numbers of the blocks that FSDP2 does not have, since no other rank trains their parameters."""
+
     def ranks_in(self, group: int) -> int:
         """Return over how many ranks a group is sharded."""
         return self.ranks_of_groups.get(group, self.ranks)
@@ -56,10 +59,11 @@ class ShardedModel:
 
     @cached_property
     def gathered(self) -> Mapping[int, int]:
-        """Bytes of a group as it computes, by number of its block."""
+        """Bytes of a group as it computes, by number of its block; none of those that FSDP2 does not have."""
         sizes = dict.fromkeys(self._groups, 0)
         for p in self.timeline.parameters:
-            sizes[p.block] += self.padded(p) * (COMPUTING_BYTES if self.masters else p.element_size)
+            if p.block not in self.whole_groups:
+                sizes[p.block] += self.padded(p) * (COMPUTING_BYTES if self.masters else p.element_size)
         return sizes
 
     @cached_property

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from unipar.prediction.fsdp2_groups import ShardedModel
 from unipar.prediction.fsdp2_reductions import LastReductions, reduce_block
-from unipar.prediction.terms import buffer_terms, norm_terms, pinned_bytes, state_terms, update_terms
+from unipar.prediction.terms import buffer_terms, gradient_term, norm_terms, pinned_bytes, state_terms, update_terms
 from unipar.prediction.timeline import Term, UpdatedTensor
 
 
@@ -31,7 +31,9 @@ def predict_sharded(model: ShardedModel, *, norm_in_fp64: bool = False) -> Itera
         if p.trained:
             states = state_terms(timeline, p, model.elements_of_shard(p))
             yield from (replace(term, place=model.home) for term in states)
-            if not timeline.has_gradient(number):
+            if p.block in model.whole_groups:
+                yield gradient_term(timeline, number)
+            elif not timeline.has_gradient(number):
                 name = f"{p.name}, filled with zeros"
                 yield Term("gradients", name, size, timeline.at("update"), timeline.at("steady"), place=model.home)
     yield from _gathered_in_forward(model, last)

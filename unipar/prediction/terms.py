@@ -28,14 +28,20 @@ def predict_whole(timeline: StepTimeline, *, buckets: bool) -> Iterator[Term]:
         if p.trained:
             yield from state_terms(timeline, p, p.numel)
             used = timeline.has_gradient(number)
-            since = 0 if buckets or (used and timeline.accumulates) else timeline.gradient_at(number)
-            yield Term("gradients", p.name, p.size, since, None if buckets else timeline.at("steady"))
+            yield Term("gradients", p.name, p.size, 0, None) if buckets else gradient_term(timeline, number)
             if buckets and not used:
                 yield Term(
                     "gradients", f"{p.name}, filled with zeros", p.size, timeline.at("update"), timeline.at("steady")
                 )
             elif buckets and timeline.accumulates:  # earlier microbatches have added up beside the buckets
                 yield Term("gradients", f"{p.name}, not reduced", p.size, 0, timeline.gradient_at(number))
+
+
+def gradient_term(timeline: StepTimeline, number: int) -> Term:
+    """Return the gradient of a whole parameter, which is added to that of earlier microbatches, until the update."""
+    p = timeline.parameters[number]
+    since = 0 if timeline.has_gradient(number) and timeline.accumulates else timeline.gradient_at(number)
+    return Term("gradients", p.name, p.size, since, timeline.at("steady"))
 
 
 def buffer_terms(timeline: StepTimeline) -> Iterator[Term]:

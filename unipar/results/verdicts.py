@@ -118,6 +118,9 @@ class Verdict(StoredResult):
     shares: dict[str, float] = Field(default_factory=dict)
     """Largest difference of each quantity, divided by the allowed one; empty in files of earlier versions."""
 
+    undecided: int = 0
+    """Tokens whose router is undecided up to rounding, for which the strategy takes the experts of one process."""
+
     finding: Finding | None = None
     losses: list[float] = Field(default_factory=list)
     norms: list[float] = Field(default_factory=list)
@@ -141,6 +144,12 @@ class Verdict(StoredResult):
     @field_serializer("shares")
     def _store_shares(self, shares: dict[str, float]) -> dict[str, float | None]:
         return {what: self._store_share(share) for what, share in shares.items()}
+
+    @property
+    def reservation(self) -> str:
+        """Clause that follows "agrees" if a router was undecided; "" if none was."""
+        tokens = count_of(self.undecided, "token")
+        return f"but for {tokens} whose router is undecided" if self.undecided else ""
 
     @property
     def short_reason(self) -> str:
@@ -269,7 +278,9 @@ class Verdicts(StoredResult, ShownAsPage):
         line = f"{each} with one process over {count_of(self.steps, 'step')} on {count_of(self.ranks, 'rank')}"
         line += f" of {count_of(self.machines, 'machine')}" if self.machines > 1 else ""
         cut = "" if self.cut_dependence is None else f", {self.cut_dependence.consequence}"
-        return f"{line}{cut}{failed}{missing}"
+        undecided = max(ran, key=lambda row: row.undecided).reservation
+        undecided = f", {undecided}" if undecided else ""
+        return f"{line}{undecided}{cut}{failed}{missing}"
 
     def _missing(self) -> str:
         """Return how many strategies cannot run here, and why, as the end of a sentence; "" if all ran."""
@@ -394,13 +405,13 @@ def _digits_text(row: Verdict) -> str:
 
 def _verdict_text(row: Verdict) -> str:
     if row.outcome == "agrees":
-        return "agrees bit for bit" if row.bits else "agrees"
+        return f"agrees, {row.reservation}" if row.undecided else "agrees bit for bit" if row.bits else "agrees"
     kind = row.finding.kind if row.finding is not None and row.finding.kind else "unknown kind of fault"
     return f"DISAGREES: {kind}"
 
 
 def _exact_verdict_text(row: Verdict) -> str:
-    exact = row.outcome == "agrees" and row.bits
+    exact = row.outcome == "agrees" and row.bits and not row.undecided
     return "agrees; bit-for-bit equal to the replay" if exact else _verdict_text(row)
 
 

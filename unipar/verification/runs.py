@@ -238,6 +238,14 @@ class RunPlan:
                 jobs.append(self._run(RunKey("strategy", name, bitwise=True), with_bitwise_arithmetic(settled)))
         return jobs
 
+    def choices_key(self, shares: int) -> RunKey:
+        """Return the key of the replay, as configured, that records which experts routers choose."""
+        return replace(self.replays(shares).configured_shares, choices=True)
+
+    def following_job(self, name: str, choices: Path) -> Job:
+        """Return the job of a strategy that takes choices from this file where those of its routers are near-ties."""
+        return replace(self._run(RunKey("strategy", name, choices=True), self.strategies[name]), follows=str(choices))
+
     @property
     def saver(self) -> str:
         """Name of the strategy that saves: the config's own, if it is among those that run."""

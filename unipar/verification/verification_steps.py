@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from unipar.results.verdicts import CutDependence, Finding, Verdict, Verdicts
 from unipar.utils.address import Location
 from unipar.utils.text import first_few
 from unipar.verification import second_look
+from unipar.verification.diagnosis.expert_faults import NEAR_TIE
 from unipar.verification.diagnosis.mesh_faults import classify_masks
 from unipar.verification.judgement.judge import Judgement, judge
 from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise, join_halves
@@ -25,6 +26,7 @@ from unipar.verification.runs import (
     TASK_PROBE_NAME,
     RunPlan,
 )
+from unipar.verification.undecided import run_with_choices
 from unipar.verification.worker.jobs import RunKey
 from unipar.verification.world_pool import JobResult, WorldPool, group_jobs_by_library
 
@@ -373,6 +375,24 @@ class VerificationSession:
         for key, finding in looks.findings(self._disagreements, self._tolerance_of):
             row = self._verdict(key).changed(finding=finding)
             self._replace_row(row, f"differs from step {finding.step} on: {finding.kind or 'unknown kind of fault'}")
+        rows = [row for row in self.verdicts.rows if row.finding is not None and row.finding.kind == NEAR_TIE]
+        if rows:
+            self._decide_ties([row.strategy for row in rows])
+
+    def _decide_ties(self, strategies: Sequence[str]) -> None:
+        """Judge these strategies once more, with the experts that one process chooses where routers are undecided."""
+        runs = run_with_choices(self._runs, self._worlds, strategies, lambda line: self._show(self.verdicts, line))
+        for name, record, tokens in runs:
+            key = RunKey("strategy", name)
+            replay = self._records[self._runs.replays(self._runs.strategies[name].sizes.ranks).bitwise_shares]
+            judgement, before = judge(record, self._tolerance_of(key), replay), self._verdict(key)
+            if judgement.agrees:
+                row = self._row(key, record, judgement).changed(finding=None, undecided=tokens)
+                self._replace_row(row, f"agrees, {row.reservation}")
+            elif before.finding is not None:
+                says = f"{before.finding.says}; with the experts of one process it disagrees all the same: "
+                finding = before.finding.changed(says=says + judgement.worst.says)
+                self._replace_row(before.changed(finding=finding), f"disagrees all the same: {judgement.worst.says}")
 
 
 def allowed_by_quantity(tolerance: Tolerance) -> dict[str, list[float]]:

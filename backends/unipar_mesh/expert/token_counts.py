@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from unipar.backend.expert_tokens import ExpertTokens
 from unipar.distributed.world import World
 from unipar_mesh.expert.expert_layer import ExpertLayer
 
+AT_ONCE: Final = 256
+"""Forwards of a layer at most of which ranks tell one another, together, how many tokens they have sent."""
+
 
 @dataclass
 class _RankTokens:
@@ -23,6 +26,10 @@ class _RankTokens:
     total: int = 0
     most: int = 0
     microbatches: int = 0
+
+    def add(self, got: int) -> None:
+        """Add a microbatch."""
+        self.total, self.most, self.microbatches = self.total + got, max(self.most, got), self.microbatches + 1
 
 
 @final
@@ -36,6 +43,9 @@ class TokenCounts:
 
         self._of_layer = dict(zip((layer.name for layer in layers), self._sent.split(self._sizes), strict=True))
         self._got = {name: _RankTokens() for name in self._of_layer}
+        self._waiting: dict[str, list[Tensor]] = {name: [] for name in self._of_layer}
+        """Tokens sent to each expert in forwards of which this rank does not know yet what its own experts got."""
+
         self._training = False
 
     @contextmanager
@@ -47,19 +57,36 @@ class TokenCounts:
         finally:
             self._training = before
 
-    def add(self, name: str, sent: Tensor, got: int) -> None:
-        """Count a forward of a layer: tokens that this rank sends to each expert, and those that its own get."""
+    def add(self, name: str, sent: Tensor, got: int | None = None) -> None:
+        """Count a forward of a layer: tokens that this rank sends to each expert, and those that its own get.
+
+        None: the host does not know; ranks find out later, many forwards at once.
+        """
         if not self._training or _runs_again():
             return
         self._of_layer[name] += sent
-        of_rank = self._got[name]
-        of_rank.total, of_rank.most = of_rank.total + got, max(of_rank.most, got)
-        of_rank.microbatches += 1
+        if got is not None:
+            self._got[name].add(got)
+            return
+        self._waiting[name].append(sent.clone())
+        if len(self._waiting[name]) == AT_ONCE:
+            self._find_out(name)
+
+    def _find_out(self, name: str) -> None:
+        """Count what this rank's experts got in the forwards that wait; ranks of `expert` run as many, and all call."""
+        if waiting := self._waiting[name]:
+            group, sent = self._world.groups.experts(), torch.stack(waiting)
+            dist.all_reduce(sent, group=group)
+            waiting.clear()
+            for got in sent.view(len(sent), group.size(), -1)[:, group.rank()].sum(1).tolist():
+                self._got[name].add(got)
 
     def take(self) -> Mapping[str, ExpertTokens]:
         """Return the tokens of all ranks by layer, and begin again; all ranks call this, and wait for the device."""
         if not self._sizes:
             return {}
+        for name in self._waiting:
+            self._find_out(name)
         world, got = self._world, self._got.values()
         fullest = torch.tensor([(g.total, g.most, g.microbatches) for g in got], device=world.device)
         dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
@@ -79,6 +106,7 @@ class TokenCounts:
         """Begin to count again."""
         self._sent.zero_()
         self._got = {name: _RankTokens() for name in self._got}
+        self._waiting = {name: [] for name in self._got}
 
 
 def logged_bytes(layers: Sequence[ExpertLayer]) -> Sequence[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final, Literal
 
 from unipar.backend import offered_strategies as strategies
@@ -15,6 +16,7 @@ from unipar.prediction.fsdp2_groups import ShardedModel, padded_elements
 from unipar.prediction.fsdp2_terms import predict_sharded
 from unipar.prediction.terms import clips_in_fp64, norm_terms, predict_whole, refuse_unplanned, whole_tensors
 from unipar.prediction.timeline import CommVolume, Prediction, StepTimeline, Term
+from unipar_mesh.expert.small_blocks import small_blocks
 from unipar_mesh.options import MeshOptions
 
 SKETCH_BYTES: Final = 3 * 8 + 1
@@ -68,6 +70,9 @@ def predict_mesh(
     if len(alike) == 1 or axes.schedule == "zerobubble":
         norm_of_whole = norm_terms(timeline, whole_tensors(timeline.parameters)) if fp64 else ()
         return Prediction((*predict_whole(timeline, buckets=False), *norm_of_whole), tuple(traffic), built)
+    once = parallel.shard in ("nothing", "optimizer")
+    if once and axes.pieces == 1:
+        timeline = _small_blocks_with_rest(timeline)
     model = ShardedModel(
         timeline,
         shards,
@@ -75,9 +80,10 @@ def predict_mesh(
         staged=device == "cpu" and shards > 1,
         reshard=parallel.shard == "parameters",
         reshard_rest=parallel.shard == "parameters" and reshard_rest,
-        once=parallel.shard in ("nothing", "optimizer"),
+        once=once,
         in_copies=in_copies,
         ranks_of_groups=dict.fromkeys(timeline.experts, _ranks_of_experts(config, mesh)),
+        whole_groups=timeline.experts if len(alike) == mesh.expert else frozenset(),
     )
     traffic += sent_by_fsdp2(
         model,
@@ -105,6 +111,18 @@ def built_split(timeline: StepTimeline, proof: Literal["whole", "blocks", "off"]
     yield Term("temporaries", "gradients that prove that the split model is the same", gradients)
     largest = max(p.numel for p in timeline.whole if p.trained)
     yield Term("temporaries", "sketch of one of them in fp64, with signs", largest * SKETCH_BYTES)
+
+
+def _small_blocks_with_rest(timeline: StepTimeline) -> StepTimeline:
+    """Return the timeline with parameters of blocks that are small besides their experts as those of no block."""
+    sizes = Counter[int]()
+    for p in timeline.parameters:
+        sizes[p.block] += p.numel
+    by_name = {name: sizes[number] for number, name in enumerate(timeline.blocks)}
+    small = small_blocks(by_name, [timeline.blocks[number] for number in timeline.experts])
+    numbers = {number for number, name in enumerate(timeline.blocks) if name in small}
+    parameters = (replace(p, block=-1) if p.block in numbers else p for p in timeline.parameters)
+    return replace(timeline, parameters=tuple(parameters))
 
 
 def _ranks_of_a_copy(config: Config, mesh: Mesh) -> int:

@@ -109,7 +109,7 @@ class MeshPart(RankPart):
         assert self._groups is not None
         split = self._split
         with ExitStack() as undo:
-            for name in self.own_blocks:
+            for name in self._present(self.own_blocks):
                 block = self.model.get_submodule(name)
                 if (plan := split.plans.get(name)) is None:
                     continue
@@ -119,7 +119,7 @@ class MeshPart(RankPart):
                     undo.callback(join_before(block))
             if split.vocabulary is not None:
                 undo.callback(arm_vocabulary(self.model, split.vocabulary, self._groups.group("tensor")))
-            for layer in self.experts:
+            for layer in (each for each in self.experts if each.name not in self.left_out):
                 undo.callback(arm_experts(self.model, layer, self._groups.experts(), assumed=self.routing))
             stage = self._stage()
             self._split_sequence(self._groups, stage, undo)
@@ -127,6 +127,10 @@ class MeshPart(RankPart):
                 undo.callback(stage.leave)
                 self._flow = self._flow_through(stage.enter(), self._groups)
             yield
+
+    def _present(self, blocks: Sequence[str]) -> list[str]:
+        """Return the names of those blocks that are in the model now."""
+        return [name for name in blocks if name not in self.left_out]
 
     def _flow_through(self, stage: Stage, groups: MeshGroups) -> StageFlow | PieceFlow:
         arriving = {} if self._before is None else self._before.leaving
@@ -143,13 +147,15 @@ class MeshPart(RankPart):
         if (stages := self._split.stages) is None:
             return None
         first, end = stages.cuts[self.stage : self.stage + 2]
-        return Stage(self.model, stages.blocks, first, end, stages.tuples)
+        tuples = [n for name, n in zip(stages.blocks, stages.tuples, strict=True) if name not in self.left_out]
+        end -= len(self.own_blocks) - len(self._present(self.own_blocks))
+        return Stage(self.model, self._present(stages.blocks), first, end, tuples)
 
     def _split_sequence(self, groups: MeshGroups, stage: Stage | None, undo: ExitStack) -> None:
         """Cut sequences over the ranks of context, as the engine does."""
         if self._axes.context == 1:
             return
-        own, every = list(self.own_blocks), self._split.blocks
+        own, every = self._present(self.own_blocks), self._split.blocks
         first, last = own[0] == every[0], own[-1] == every[-1]
         split = SequenceSplit(
             self.model, own, groups.group("context"), enters=first, leaves=last, attention=self._way, examines=False

@@ -8,20 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from unipar.distributed.world import World
-from unipar.engines.router_choices import RouterChoice, moved_tokens
+from unipar.engines.router_choices import RouterChoice, moved_tokens, widest_tie
 from unipar.utils.text import count_of
 from unipar_mesh.expert.expert_layer import ExpertLayer, arguments_at, with_arguments
 
 _LOG = logging.getLogger("unipar")
-
-_NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest gap of two experts' weights that rounding explains, relative to the larger one."""
-
-_NEAR_OF_COARSER = 5e-2
 
 _MOST = 0.25
 """Largest difference of a gradient that ties may explain, whatever their number."""
@@ -81,9 +75,9 @@ class RouterTies:
             return None
         self._tokens += len(chosen)
         moved = moved_tokens(full, RouterChoice(chosen, weights.detach().cpu()))
-        if others := {token.token for token in moved if token.gap > _NEAR.get(weights.dtype, _NEAR_OF_COARSER)}:
+        if others := {token.token for token in moved if token.gap > widest_tie(weights.dtype)}:
             self._others[layer.name] = len(others), len(chosen)
-        moved = [token for token in moved if token.gap <= _NEAR.get(weights.dtype, _NEAR_OF_COARSER)]
+        moved = [token for token in moved if token.gap <= widest_tie(weights.dtype)]
         if not moved:
             return None
         self._moved[layer.name] = self._moved.get(layer.name, 0) + len({token.token for token in moved})

@@ -11,12 +11,13 @@ from unipar.cli.commands.options import (
     StrategiesOption,
     WorldOption,
     print_result,
+    quote_files,
     read_config_file,
 )
 
 
 def compare(
-    file: ConfigArgument,
+    files: ConfigArgument,
     strategies: StrategiesOption = None,
     world: WorldOption = None,
     sets: SetOption = None,
@@ -39,10 +40,10 @@ def compare(
     unipar compare configs/quickstart.yaml --strategy native/nothing --strategy 'deepspeed/*' --overwrite
     unipar compare configs/char_gpt.yaml --world 4 --strategy native/nothing+tensor2
     """
-    source = read_config_file(file, sets, out=out)
+    source = read_config_file(files, sets, out=out)
     from unipar.comparison.compare import compare as compare_strategies
     from unipar.comparison.compare import suggest_next_commands
 
     sizes = int(world) if world is not None and world.isdecimal() else world
     result = compare_strategies(source, strategies=strategies or (), world=sizes, overwrite=overwrite)
-    print_result(result, suggest_next_commands(result, file), details=details)
+    print_result(result, suggest_next_commands(result, quote_files(files)), details=details)

@@ -11,7 +11,7 @@ from unipar.cli.commands.options import ConfigArgument, SetOption, read_config_f
 
 
 def export(
-    file: ConfigArgument,
+    files: ConfigArgument,
     to: Annotated[
         str, typer.Option("--to", metavar="NAME", help="torchrun, deepspeed, accelerate, horovod.", show_default=False)
     ],
@@ -29,7 +29,7 @@ def export(
     unipar export configs/char_gpt.yaml --to torchrun --set parallel.data=2
     unipar export configs/char_gpt.yaml --to deepspeed --set parallel.shard=gradients -o zero2
     """
-    source = read_config_file(file, sets)
+    source = read_config_file(files, sets)
     from unipar.conversion.export import export_script
 
     typer.echo(str(export_script(source, to, out, overwrite=overwrite)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,15 +30,21 @@ def print_result(result: TurnResults | Verdicts, next_steps: Sequence[str] = (),
 
 
 def read_config_file(
-    file: Path, sets: list[str] | None, strategy: str | None = None, out: str | None = None, *, runs: bool = False
+    files: Sequence[Path],
+    sets: list[str] | None,
+    strategy: str | None = None,
+    out: str | None = None,
+    *,
+    runs: bool = False,
 ) -> CheckedSource:
-    """Return the config of `file` with the changes of `--set`, `--backend` and `--out`.
+    """Return the config of `files`, the later ones changing the first, with `--set`, `--backend` and `--out`.
 
     If it `runs`, or is to be shown as a run has it, `resume: auto` keeps what the command of the run before has set.
     """
     from unipar.backend.checks import in_strategy, read_source
 
-    source = read_source(file, sets or ())
+    first, *more = files
+    source = read_source(first, sets or (), more=more)
     if out is not None:
         source = source.with_out(out)
     if runs:
@@ -62,7 +69,15 @@ command is wrong; 3 the backend or this machine cannot do it; 130 stopped by a s
 """Paragraph at the end of every command's help."""
 
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The config.", show_default=False)]
+ConfigArgument = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILE...", help="The config, and files that change keys of it.", show_default=False),
+]
+
+
+def quote_files(files: Sequence[Path]) -> str:
+    """Return the files of a config as words of a command."""
+    return shlex.join(map(str, files))
 
 
 SetOption = Annotated[

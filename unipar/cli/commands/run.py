@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unipar.config.config_source import ConfigSource
 
 
-def resume_settings(file: Path, *, resume: bool, checkpoint: str | None) -> list[str]:
+def resume_settings(*, resume: bool, checkpoint: str | None) -> list[str]:
     """Return what `--resume` and `--from PATH` set in the config."""
     if resume and checkpoint is not None:
         raise typer.BadParameter("give --resume, for the newest checkpoint, or --from PATH, for exactly that one")
@@ -53,7 +53,7 @@ def refuse_nothing_to_resume(source: ConfigSource) -> None:
 
 
 def run(
-    file: ConfigArgument,
+    files: ConfigArgument,
     strategy: BackendOption = None,
     sets: SetOption = None,
     out: OutOption = None,
@@ -77,16 +77,17 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Train as FILE describes.
+    """Train as FILE describes. A key in a later file counts instead of the same key before it.
 
     \b
     unipar run configs/char_gpt.yaml
+    unipar run configs/char_gpt.yaml longer.yaml
     unipar run configs/char_gpt.yaml --backend deepspeed/gradients --set train.steps=100
     torchrun --nproc-per-node 2 -m unipar run configs/char_gpt.yaml
     unipar run configs/char_gpt.yaml --resume --backend deepspeed/parameters
     """
-    sets = [*(sets or ()), *resume_settings(file, resume=resume, checkpoint=checkpoint)]
-    source = read_config_file(file, sets, strategy, out, runs=True)
+    sets = [*(sets or ()), *resume_settings(resume=resume, checkpoint=checkpoint)]
+    source = read_config_file(files, sets, strategy, out, runs=True)
     if resume:
         refuse_nothing_to_resume(source)
     from unipar.backend.resources import find_foreign_place

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated
 
 import typer
@@ -15,12 +14,13 @@ from unipar.cli.commands.options import (
     SetOption,
     StrategiesOption,
     print_result,
+    quote_files,
     read_config_file,
 )
 
 
 def scale(
-    file: ConfigArgument,
+    files: ConfigArgument,
     world: Annotated[
         str, typer.Option("--world", metavar="N,N,...", help="Numbers of ranks: 1,2,4.", show_default=False)
     ],
@@ -43,10 +43,9 @@ def scale(
     unipar scale configs/quickstart.yaml --world 1,2 --strategy native/nothing,native/parameters
     unipar scale configs/char_gpt.yaml --world 2,4 --strategy native/nothing+pipeline2
     """
-    source = read_config_file(file, sets, out=out)
+    source = read_config_file(files, sets, out=out)
     from unipar.comparison.scale import scale as scale_worlds
 
     result = scale_worlds(source, worlds=world, strategies=strategies or (), overwrite=overwrite)
-    name = shlex.quote(str(file))
-    steps = [f"unipar plan {name} --world 8,64   # larger worlds, predicted"]
+    steps = [f"unipar plan {quote_files(files)} --world 8,64   # larger worlds, predicted"]
     print_result(result, [] if result.code else steps, details=details)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +14,7 @@ from unipar.cli.commands.options import (
     OverwriteOption,
     SetOption,
     print_result,
+    quote_files,
     read_config_file,
     read_location,
     split_at_commas,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    file: ConfigArgument,
+    files: ConfigArgument,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,7 +75,7 @@ def verify(
     """
     if resume and checkpoint is not None:
         raise typer.BadParameter("give --resume, to save and go on from there, or --from PATH, for that checkpoint")
-    source = read_config_file(file, sets, out=out)
+    source = read_config_file(files, sets, out=out)
     from unipar.verification.verify import verify as verify_strategies
 
     result = verify_strategies(
@@ -88,12 +87,11 @@ def verify(
         strict=strict,
         resume=resume if checkpoint is None else read_location(checkpoint),
     )
-    print_result(result, _next_steps(result, file), details=details)
+    print_result(result, _next_steps(result, quote_files(files)), details=details)
 
 
-def _next_steps(result: Verdicts, file: Path) -> list[str]:
-    """Return commands to try next, after this verification."""
-    name = shlex.quote(str(file))
+def _next_steps(result: Verdicts, name: str) -> list[str]:
+    """Return commands to try next, after this verification of the config `name`."""
     wrong = next((row.strategy for row in result.rows if row.outcome in ("disagrees", "failed")), None)
     if wrong is not None:
         return [f"unipar verify {name} --strategy {wrong} --overwrite --details   # all that is known of it"]

@@ -86,7 +86,7 @@ def _badges(page: VerificationPageData) -> list[Badge]:
 def _verdict_of(row: Verdict) -> str:
     """Return the verdict on a strategy that ran, or why there is none, in its first line."""
     if row.outcome == "agrees":
-        return "agrees"
+        return f"agrees, {row.reservation}" if row.undecided else "agrees"
     if row.outcome != "disagrees":
         return OUTCOME_PREFIXES.get(row.outcome, "") + (row.note or "was not run").partition("\n")[0]
     return f"disagrees: {row.finding.kind if row.finding and row.finding.kind else 'unknown kind of fault'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import combinations
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +13,9 @@ from unipar.engines.router_choices import RouterChoice, moved_tokens
 from unipar.utils.text import count_of, first_few
 from unipar.verification.diagnosis.case import Fault, FaultCase, is_right, unit_gradients, whole_gradient
 from unipar.verification.judgement.record import SketchVector
+
+NEAR_TIE: Final = "a near-tie of a router"
+"""Kind of a difference that is no fault of the strategy."""
 
 _SHORT = 1e-6
 """Length of a gradient, relative to the longest of an expert's, that counts as zero."""
@@ -46,7 +49,7 @@ def _classify_ties(case: FaultCase, step: int) -> Fault | None:
     if not tied:
         return None
     return Fault(
-        "a near-tie of a router",
+        NEAR_TIE,
         f"in step {step} {tied} of {count_of(total, 'token')} go to another expert of {place.module}, whose weight is "
         f"that of the expert in one process up to {widest:.1e}: rounding decides between them, and no fault of the "
         "strategy is known; fp64 (train.precision), or another seed, has fewer such ties",

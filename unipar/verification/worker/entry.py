@@ -38,10 +38,11 @@ from unipar.training.training_run import TrainingRun
 from unipar.utils.address import Location, parse_location
 from unipar.utils.files import whole
 from unipar.verification.worker import determinism, replay, split_sums
+from unipar.verification.worker.best_choices import BestChoices
 from unipar.verification.worker.fixed_stream import fix_stream_samples
 from unipar.verification.worker.jobs import JOBS_FILE_NAME, Job, job_result_path
 from unipar.verification.worker.preparation import prepare_once
-from unipar.verification.worker.recorded import write_recorded
+from unipar.verification.worker.recorded import read_recorded, write_recorded
 from unipar.verification.worker.run_recorder import RunRecorder
 from unipar.verification.worker.task_probe import disable_dropout, error_in_one_line, probe_task
 
@@ -142,6 +143,7 @@ def _run_job(
             raise Unsupported(job.key.strategy, [str(e)]) from e  # one process can train this task
         if strict is not None:  # the task's model() may have set them
             had_tf32 |= determinism.set_numbers(strict=strict)
+        choices = BestChoices(read_recorded(Path(job.follows)) if job.follows else None)
         recorder = RunRecorder(
             job.trace_at,
             partial(split_sums.sums_in_parts, job.key.tensor, job.key.context),
@@ -149,6 +151,7 @@ def _run_job(
             masks=job.key.dropout,
             held=job.kind == "run" and _holds_copies(settled),
             slots=job.kind == "replay",
+            choices=choices if job.key.choices else None,
         )
         for name, part in live.parts.items():
             part.engine = recorder.record_engine("" if len(live.parts) == 1 else f"{name}.", part.engine)
@@ -191,6 +194,8 @@ def _run_job(
             "tf32": had_tf32,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.strategy.axes.split else {},
+            "choices": choices.steps,
+            "moved": choices.moved,
             "narrow": any(narrow_frozen_parameters(part.module, dtype) for part in live.parts.values()),
         }
         for engine in recorder.engines.values():

@@ -61,6 +61,9 @@ class RunKey:
     repeat: int = 0
     """Number of the repeat of a run that need not give the same bits; 0: the first."""
 
+    choices: bool = False
+    """Whether choices of routers are recorded, in a replay, or followed where they are near-ties, in a strategy."""
+
     half: Literal["", "first", "second"] = ""
     """first: the run saves its state halfway and ends; second: it goes on from what another one saved."""
 
@@ -73,7 +76,13 @@ class RunKey:
         if self.kind == "strategy":
             halves = {"": "", "first": ", first half, saved", "second": ", second half, resumed"}
             return self.strategy + (
-                ", bitwise" if self.bitwise else ", with dropout" if self.dropout else halves[self.half]
+                ", bitwise"
+                if self.bitwise
+                else ", with dropout"
+                if self.dropout
+                else ", with the experts of one process"
+                if self.choices
+                else halves[self.half]
             )
         if self.kind == "one process":
             micro = "" if self.micro is None else f", microbatches of {self.micro}"
@@ -88,7 +97,8 @@ class RunKey:
         how = "" if self.bitwise else f", {self.precision or 'as configured'}"
         parts = f", matrix products in {self.tensor} parts" if self.tensor > 1 else ""
         parts += f", sequences in {self.context} parts" if self.context > 1 else ""
-        return f"{replay}, {order}{how}{parts}{dropout}{perturbed}"
+        choices = ", choices of routers recorded" if self.choices else ""
+        return f"{replay}, {order}{how}{parts}{dropout}{perturbed}{choices}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +126,9 @@ class Job:
 
     resumes: str = ""
     """Checkpoint from which the run goes on; "": it begins anew."""
+
+    follows: str = ""
+    """File of choices that the run takes where those of its routers are near-ties; "": it takes its own."""
 
     trace_at: int | None = None
     """Step in which every module is traced; None: no step."""

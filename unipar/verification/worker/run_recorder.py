@@ -14,6 +14,7 @@ from typing_extensions import override
 from unipar.backend import Engine, Factor, LossFn, Mark, Micro, Piece, Step
 from unipar.backend.engine import DelegatingEngine
 from unipar.engines.fingerprint import TensorSketcher, fingerprint_batch, sketch_units, sketch_whole_tensor
+from unipar.verification.worker.best_choices import BestChoices
 from unipar.verification.worker.module_trace import DropoutDraws, StepTrace
 
 
@@ -29,12 +30,13 @@ class RunRecorder:
         masks: bool = False,
         held: bool = False,
         slots: bool = False,
+        choices: BestChoices | None = None,
     ) -> None:
         """Record steps that run in `arithmetic`.
 
         `shared`: ranks share the work on the same samples; `masks`: dropout is on; `held`: each rank's weights are
         recorded, to be compared with those of other ranks; `slots`: each expert's part of a row is traced, which
-        needs all experts on this rank.
+        needs all experts on this rank; `choices`: what records, or decides, which experts routers choose.
         """
         self.engines: dict[str, Engine] = {}
         """Engines by the prefix of their parameter names; "" if there is only one."""
@@ -56,7 +58,7 @@ class RunRecorder:
         """Sketch of each region of a weight with which this rank computes, before the first step and after each."""
 
         self._trace_at, self._arithmetic, self._shared, self._masks = trace_at, arithmetic, shared, masks
-        self._held, self._slots = held, slots
+        self._held, self._slots, self._choices = held, slots, choices
         self._sketches = TensorSketcher()
 
     def record_engine(self, prefix: str, engine: Engine) -> RecordingEngine:
@@ -131,6 +133,7 @@ class RunRecorder:
         """Run a step of the engine with this prefix, and record it."""
         sample_marks: list[str] = []
         masks: dict[int, list[str]] = {}
+        choices = self._choices
         trace = StepTrace(slots=self._slots) if len(self.steps) + 1 == self._trace_at else None
 
         def recorded(model: nn.Module, batch: Any, number: int) -> Any:
@@ -138,6 +141,7 @@ class RunRecorder:
             with (
                 nullcontext() if trace is None else trace.record_modules(model, number),
                 draws if self._masks else nullcontext(),
+                nullcontext() if choices is None else choices.of_microbatch(model, len(self.steps) + 1, number),
             ):
                 loss = fn(model, batch, number)  # a pipeline's stage leaves it by an exception, without a loss
             sample_marks.append(mark)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_run(
-    file: ConfigArgument,
+    files: ConfigArgument,
     strategy: BackendOption = None,
     sets: SetOption = None,
     out: OutOption = None,
@@ -40,7 +40,7 @@ def check_run(
     unipar check configs/char_gpt.yaml
     unipar check configs/char_gpt.yaml --backend native/parameters --set batch.micro=3
     """
-    typer.echo(check_config(read_config_file(file, sets, strategy, out, runs=True), deep=deep, overwrite=overwrite))
+    typer.echo(check_config(read_config_file(files, sets, strategy, out, runs=True), deep=deep, overwrite=overwrite))
 
 
 def check_config(source: ConfigSource, *, deep: bool = False, overwrite: bool = False) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    file: ConfigArgument,
+    files: ConfigArgument,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,7 +63,7 @@ def explain(
     unipar explain configs/char_gpt.yaml --backend native/parameters
     unipar explain configs/char_gpt.yaml --set train.optimizer.lr=1e-3 --json
     """
-    source = read_config_file(file, sets, strategy, runs=True)
+    source = read_config_file(files, sets, strategy, runs=True)
     explanation = explain_config(source, strategies or (), compare=compare, deep=deep)
     if as_json:
         typer.echo(explanation.to_json())

@@ -6,6 +6,7 @@ import atexit
 import gc
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from unipar.cli.commands.options import (
     JsonOption,
     SetOption,
     StrategiesOption,
+    quote_files,
     read_config_file,
     split_at_commas,
 )
@@ -33,7 +35,10 @@ MACHINE_FILE = Path("machine.yaml")
 
 
 def plan(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The config.", show_default=False)] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE...", help="The config, and files that change keys of it.", show_default=False),
+    ] = None,
     strategies: StrategiesOption = None,
     world: Annotated[
         str | None,
@@ -99,17 +104,17 @@ def plan(
     unipar plan --calibrate
     """
     if calibrate:
-        _calibrate(file, out or MACHINE_FILE, overwrite=overwrite)
+        _calibrate(files, out or MACHINE_FILE, overwrite=overwrite)
         return
-    if file is None:
+    if not files:
         raise ConfigError("plan: name a config: unipar plan FILE; without one there is only `unipar plan --calibrate`")
     if out is not None and not pick:
         raise ConfigError(f"-o {out}: only --pick and --calibrate write a file")
-    source = read_config_file(file, sets)
+    source = read_config_file(files, sets)
     from unipar.comparison.make_plan import plan as plan_strategies
 
     atexit.register(gc.freeze)  # else Python collects what was traced when it exits, which takes seconds
-    picked = out or file.with_name(f"{file.stem}-picked.yaml")
+    picked = out or files[0].with_name(f"{source.name}-picked.yaml")
     worlds = [read_ranks(word) for word in (world or "").split(",") if word]
     with _say_that_it_plans():
         planned = plan_strategies(
@@ -156,9 +161,11 @@ def _say_that_it_plans() -> AbstractContextManager[object]:
     return Console(stderr=True).status("planning; Ctrl-C ends it")
 
 
-def _calibrate(file: Path | None, out: Path, *, overwrite: bool) -> None:
-    if file is not None:
-        raise ConfigError(f"plan --calibrate measures this machine, and needs no config; leave {file} out")
+def _calibrate(files: Sequence[Path] | None, out: Path, *, overwrite: bool) -> None:
+    if files:
+        raise ConfigError(
+            f"plan --calibrate measures this machine, and needs no config; leave {quote_files(files)} out"
+        )
     from unipar.calibration.calibrate import calibrate, check_machine_file, write_machine_file
 
     def tell(text: str) -> None:

@@ -76,7 +76,7 @@ def submit(
     options: dict[str, object] = {"--backend": strategy, "--strategy": strategies, "--world": world}
     options |= {"--resume": resume or None, "--detach": detach or None}
     _refuse_options(command, options)
-    source = read_config_file(file, sets, strategy, out, runs=command == "run")
+    source = read_config_file([file], sets, strategy, out, runs=command == "run")
     arguments = [word for text in sets if not _is_for_submission(text) for word in ("--set", text)]
     arguments += ["--backend", strategy] if strategy is not None else []
     arguments += ["--strategy", ",".join(strategies)] if strategies else []
