@@ -32,12 +32,12 @@ class PublicModel(unipar.Task):
         chunks: int = 1,
         base: str = "bfloat16",
     ) -> None:
-        """Take a model's type and the numbers of its config; `length`: tokens of a row.
+        """Take a model's type and the numbers of its config.
 
         `tokens`: file of 32-bit numbers. `lora`: rank of adapters over frozen weights in `base`; 0: all is trained.
         `chunks`: parts of a sequence whose logits are computed one after the other, and again in backward.
         """
-        self.family, self.sizes, self.row, self.tokens = family, sizes, length, tokens
+        self.family, self.sizes, self.words, self.tokens = family, sizes, length, tokens
         self.lora, self.targets, self.chunks, self.base = lora, targets, chunks, base
 
     def model(self) -> nn.Module:
@@ -55,9 +55,9 @@ class PublicModel(unipar.Task):
 
     def data(self) -> list[Tensor]:
         if self.tokens is None:
-            return [torch.zeros(self.row, dtype=torch.int32)] * 4096
-        size = Path(self.tokens).stat().st_size // 4 // self.row * self.row
-        return list(torch.from_file(self.tokens, size=size, dtype=torch.int32).view(-1, self.row))
+            return [torch.zeros(self.words, dtype=torch.int32)] * 4096
+        tokens = torch.from_file(self.tokens, size=Path(self.tokens).stat().st_size // 4, dtype=torch.int32)
+        return list(tokens[: len(tokens) // self.words * self.words].view(-1, self.words))
 
     def weight(self, batch: Tensor) -> float:
         return float(batch[:, 1:].numel())  # the first token is not predicted
