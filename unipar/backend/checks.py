@@ -25,6 +25,7 @@ from unipar.backend.offered_strategies import (
     strategies_of_backend,
     strategy_of,
 )
+from unipar.backend.precision import FP8_RECIPES
 from unipar.backend.refusals import OFFLOADED_ACTIVATIONS, REFUSALS_OF_MODEL, conditions_of, refusals_met
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Config, Precision, Section, Shard, Strategy
@@ -316,6 +317,11 @@ def check_strategy(config: Config, backend: Backend, strategy: Strategy, places:
             raise BackendNotInstalled(
                 f"{key}.name: {its.name} needs {package}, not installed here: pip install 'unipar[{package}]'"
             )
+    if config.train.precision in FP8_RECIPES and find_spec("torchao") is None:
+        raise BackendNotInstalled(
+            f"train.precision: {config.train.precision} needs torchao, not installed here: pip install "
+            "'unipar[torchao]'; or take bf16-mixed"
+        )
     places = places or {}
     reasons = [_with_place(reason, places) for reason in list_refusals(backend, config, strategy)]
     if reasons:
@@ -361,6 +367,8 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
         yield f"{OFFLOADED_ACTIVATIONS} is not available with device: mps, which has no memory of its own; leave it out"
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
+    if precision in FP8_RECIPES and kind not in ("auto", "cpu", "cuda"):
+        yield f"train.precision: {precision} needs CUDA, or the CPU for trials, and device is {kind}: take bf16-mixed"
     for key, why in backend.idle_options(config) if config.options else ():
         yield f"{key}: {yaml_word(value_at(config, key))} has no effect: {why}; leave it out"
     yield from backend.refuse(config)

@@ -27,6 +27,10 @@ Both are conditions of a config, such as a trait, a key that has an effect, or a
 `{value}` in a reason stand for the last words of the feature (capitalized) and of the carrier as sentences say them.
 """
 
+_FP8_BY_HAND: Final = (
+    "converts linear layers by torchao and finds those that leave fp8, which a script does not",
+    "export with bf16-mixed, and call torchao.float8.convert_to_float8_training in train.py",
+)
 _LEAVE_ONE_OUT: Final = "leave one of them out"
 _BY_HAND: Final = "export with adamw, and create yours in train.py"
 
@@ -70,6 +74,14 @@ REFUSALS: Refusals = {
             _BY_HAND,
         ),
     },
+    "train.precision: fp8": {
+        "parallel.context": (
+            "one scale of a tensor covers all positions, and each of {value} ranks has a part of them",
+            "take fp8-rowwise, with a scale for each position",
+        ),
+        SCRIPT: _FP8_BY_HAND,
+    },
+    "train.precision: fp8-rowwise": {SCRIPT: _FP8_BY_HAND},
 }
 """Refusals of all backends, and of export. A backend has a table of its own beside this one."""
 
@@ -90,6 +102,7 @@ def conditions_of(config: Config) -> dict[str, str]:
     parallel, model, train = config.parallel, config.model, config.train
     values = {
         "parallel.tensor": None if parallel.tensor == 1 else parallel.tensor,
+        "parallel.context": None if parallel.context == 1 else parallel.context,
         "parallel.shard": None if parallel.shard == "nothing" else parallel.shard,
         "parallel.shard_over": parallel.shard_over,
         "parallel.sequence": parallel.sequence or None,

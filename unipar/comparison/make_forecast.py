@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from unipar.backend import Category, registry
 from unipar.backend.offered_strategies import is_single_process
-from unipar.comparison.make_plan import PlanLimits, StrategyPlanner, import_what_traces
+from unipar.comparison.make_plan import PlanLimits, StrategyPlanner, import_what_traces, traced_config
 from unipar.config import BatchSizes, Config
 from unipar.config.sections.batch import Batch
 from unipar.config.settled import SettledConfig
@@ -229,7 +229,7 @@ class Forecaster:
     def _new_planner(self, config: Config) -> StrategyPlanner:
         from unipar.training.fake_run.recompute_fit import trace_all
 
-        traces, recompute = trace_all(config, self.compared.sizes.micro, self.task)
+        traces, recompute = trace_all(traced_config(config, self.asked.device), self.compared.sizes.micro, self.task)
         base = self.compared.config.changed({"train.precision": config.train.precision})
         limits = PlanLimits(self.asked.memory, self.asked.headroom)
         return StrategyPlanner(base, traces, self.asked.device, limits, None, self.asked.per, recompute)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from unipar.backend import checks, registry, resources
 from unipar.backend import offered_strategies as backend_strategies
+from unipar.backend.precision import FP8_RECIPES
 from unipar.config import SHARDS, BatchSizes, Config, Strategy
 from unipar.config.config_source import Given, load_given_config
 from unipar.config.sections.parallel import Parallel
@@ -124,6 +125,11 @@ def import_what_traces() -> None:
     import_module("torch._dynamo")  # torch's fake tensors ask for it
 
 
+def traced_config(config: Config, device: PlannedDevice) -> Config:
+    """Return the config whose task is traced for a device: fp8 is emulated on the CPU, which takes other memory."""
+    return config.changed({"device": device}) if config.train.precision in FP8_RECIPES else config
+
+
 def _device(config: Config, device: PlannedDevice | None, machine: Machine | None) -> PlannedDevice:
     if machine is not None:
         if device not in (None, machine.device):
@@ -194,7 +200,8 @@ class StrategyPlanner:
         from unipar.training.fake_run.recompute_fit import trace_all
 
         micro = config.batch.micro
-        traces, recompute = trace_all(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
+        traced = traced_config(config, device)
+        traces, recompute = trace_all(traced, micro if isinstance(micro, int) else config.batch.settle(1).micro)
         return cls(config, traces, device, limits, machine, recompute=recompute)
 
     def fitted(self, request: PredictionRequest) -> tuple[StrategyPlanner, str]:
@@ -265,6 +272,8 @@ class StrategyPlanner:
         if self.machine.peak(precision) is None:
             yield f"no seconds: {self.machine.name} has no known peak for train.precision: {precision}"
             return
+        if precision in FP8_RECIPES:
+            yield f"matrix products are planned at the speed of bf16: by how much {precision} is faster is not known"
         if away := [row.strategy for row in rows if row.offloaded]:
             yield (
                 f"no seconds for {', '.join(dict.fromkeys(away))}: the host updates what is offloaded to it, and a "

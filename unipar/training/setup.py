@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unipar.backend import Backend, Engine, Part
 from unipar.backend.file_values import RestoredValues, set_file_values
 from unipar.backend.offered_strategies import ONE
+from unipar.backend.precision import FP8_RECIPES
 from unipar.config import Config
 from unipar.config.sections.model import RecomputeFit
 from unipar.config.settled import SettledConfig
@@ -27,6 +28,7 @@ from unipar.engines.averages.engine import with_averages
 from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
+from unipar.model.fp8_linears import choose_kernel, convert_to_fp8, fp8_linears_of
 from unipar.model.modes import enter_training_mode
 from unipar.model.parameter_groups import OptimizerFactory, parameter_groups, refuse_whole_matrices
 from unipar.model.pretrained import LoadedWeights, load_weights, point_to_weights
@@ -325,6 +327,8 @@ def build_run(
         if config.parallel.axes.split:
             in_blocks.update(_count_in_blocks(module, blocks))
         dtypes = watched_dtypes(module.named_parameters())
+        if own.train.precision in FP8_RECIPES:
+            convert_to_fp8(module, blocks, own, choose_kernel(world.device, own.train.precision))
         apply_transforms(module, blocks, own)
         factory = OptimizerFactory(groups, own, world.device, own=own_optimizer)
         part = Part(
@@ -351,6 +355,9 @@ def build_run(
     run_log.note("start", **process, parameters=parameters, **in_blocks, resident=base)
     if modes and world.rank == 0:
         run_log.note("training mode", said=modes)
+    for part in parts.values():
+        if (fp8 := fp8_linears_of(part.module)) is not None and world.rank == 0:
+            run_log.note("precision", said=fp8.describe())
     if loaded is not None and world.rank == 0:
         run_log.note("weights", **asdict(loaded))
     if files is not None:

@@ -116,6 +116,11 @@ def first_few(names: Sequence[str], count: int | None = None, most: int = 3) -> 
     return ", ".join(names[:most]) + (f" and {count - most} more" if count > most else "")
 
 
+def patterns_of(names: Iterable[str]) -> str:
+    """Return "layers.*.up, layers.*.down": names of modules, each with * for its numbers, once."""
+    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+
+
 def cut_middle(text: str, most: int) -> str:
     """Return the text, or its beginning and its end with "..." between them, in `most` characters."""
     if len(text) <= most:

@@ -298,6 +298,8 @@ def _derived_values(
         )
         if modes := depth.modes.describe():
             yield ExplainedValue("training mode", depth.modes.changed, modes)
+        if depth.fp8:
+            yield ExplainedValue("products in fp8", config.train.precision, depth.fp8)
         if depth.stream_description:
             yield ExplainedValue("stream", config.data.stream, depth.stream_description)
         if config.checkpoint is not None and depth.checkpoint is not None:
