@@ -330,7 +330,14 @@ def _try_list(module: nn.Module, name: str, inner: str, call: _Call, ranks: int)
     off = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
     if not off <= _ROUNDING.get(before.dtype, 3e-2):
         return f"it returns something else when its modules run between two passes (off by {off:.1e})"
-    return ExpertLayer(f"{name}.{inner}" if name else inner, "list", experts)
+    given = {**dict(enumerate(call.args)), **call.kwargs}
+    alike = (place for place, value in given.items() if _are_alike(value, call.out))
+    return ExpertLayer(f"{name}.{inner}" if name else inner, "list", experts, like=next(alike, None))
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two values are tensors of one shape and dtype."""
+    return all(isinstance(t, Tensor) for t in (one, other)) and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _run_all(listed: nn.ModuleList) -> Any:
