@@ -27,7 +27,7 @@ WORKERS := $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo verify test lint style bench layout reference words route errors settings memory mesh examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
+.PHONY: help demo verify test lint style bench layout reference words route errors settings memory mesh recipes examples bubble pairs conformance chaos matrix machines ray sweeps emulated device-lines planted compiled versions fresh torchtune docs gpu gpu-wheels setup horovod clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -85,6 +85,9 @@ mesh: setup $(DONE)/tests ## models that others wrote, split over tensor, pipeli
 
 examples: setup $(DONE)/tests ## every example, small, verified in every strategy that it can run in (ARGS: names of some): half an hour
 	$(IN_VENV) $(BIN)/python -m benchmarks.examples $(ARGS)
+
+recipes: setup ## plans of large models beside peaks that others measured: the tables of docs/recipes.md (ARGS: names of some)
+	$(IN_VENV) $(BIN)/python -m benchmarks.recipes $(ARGS)
 
 bubble: setup ## how long the ranks of a pipeline wait under each schedule, measured on blocks that sleep
 	$(IN_VENV) $(BIN)/python -m benchmarks.bubble $(ARGS)

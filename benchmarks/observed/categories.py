@@ -1,9 +1,9 @@
 """The account of an observed script beside that of `unipar compare`: `python -m benchmarks.observed.categories`.
 
 The script trains the model of the quickstart by the same library with the same settings, data and environment
-(`METER_ENVIRONMENT`: MKL keeps no buffers; torch records no calls of collectives, of which a comparison makes more, in a
-table that doubles). Each category at the peak of forward and of backward is compared, but for
-`runtime`, which is shown: the dataset and what Python keeps.
+(`METER_ENVIRONMENT`: MKL keeps no buffers; torch records no calls of collectives, of which a comparison makes more, in
+a table that doubles). Each category at the peak of forward and of backward is compared, but for `runtime`, which is
+shown: the dataset and what Python keeps.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from unipar_mesh.expert.small_blocks import small_blocks
 
+import unipar
 from tests.support.expert_models import WIDTH
 from tests.support.world import ROOT
 from unipar.backend.offered_strategies import config_in_strategy, expand_strategy_patterns
@@ -216,3 +217,17 @@ def test_lists_of_experts_that_are_not_planned() -> None:
     )
     with pytest.raises(TaskError, match=r"^parallel.expert: 3: layers.0.mixture.experts: 3 ranks do not divide its 8 "):
         traces.of(in_strategy("native/nothing+expert3", 3, LISTED))
+
+
+def test_attention_that_does_not_run_on_a_part_is_refused() -> None:
+    """A plan of context says which block it is, and what its attention must be."""
+    task = given()
+    task["task"]["args"]["attention"] = "eager"
+    sentence = (
+        "parallel.context: model.layers.0 does not run on 6 positions, a rank's part (Attempting to broadcast a "
+        "dimension of length 12 at -1! Mismatching argument at index 1 had torch.Size([2, 1, 6, 12]); but expected "
+        "shape should be broadcastable to [2, 4, 6, 6]): attention must be torch's scaled_dot_product_attention "
+        '(transformers: attn_implementation="sdpa"), and what goes along the sequence an argument of the block'
+    )
+    (row,) = unipar.plan(task, strategies=["native/nothing+context2+expert2"], worlds=[4]).rows
+    assert row.refusal == sentence

@@ -22,7 +22,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 def test_an_example_is_under_a_hundred_lines(file: Path) -> None:
     """One screen or two; the first line says what it shows and names a command."""
     first, *others = file.read_text("utf-8").splitlines()
-    assert re.search(r"`unipar (run|plan) configs/(\w+)\.yaml\b.*`\.\"{3}$", first)
+    assert re.search(r"`unipar (run|plan) configs/(recipes/)?(\w+)\.yaml\b.*`\.\"{3}$", first)
     assert len(others) < 99
 
 

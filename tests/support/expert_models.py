@@ -68,8 +68,16 @@ class _Words(unipar.Task):
 class OfTransformers(_Words):
     """A mixture of transformers; routers have weights that choose clearly, so that rounding moves few tokens."""
 
-    def __init__(self, name: str = "Mixtral", kernel: str = "eager", auxiliary: bool = True, **sizes: Any) -> None:
+    def __init__(
+        self,
+        name: str = "Mixtral",
+        kernel: str = "eager",
+        auxiliary: bool = True,
+        attention: str | None = None,
+        **sizes: Any,
+    ) -> None:
         self.name, self.kernel, self.auxiliary, self.sizes = name, kernel, auxiliary, sizes
+        self.attention = attention
 
     @override
     def model(self) -> nn.Module:
@@ -79,7 +87,7 @@ class OfTransformers(_Words):
         config: Any = getattr(transformers, f"{self.name}Config")(**sizes)
         config._experts_implementation = self.kernel
         make: Any = getattr(transformers, f"{self.name}ForCausalLM")
-        model: Any = make._from_config(config, experts_implementation=self.kernel)
+        model: Any = make._from_config(config, experts_implementation=self.kernel, attn_implementation=self.attention)
         for p in model.parameters():
             if p.ndim > 1:
                 nn.init.normal_(p, std=0.15)

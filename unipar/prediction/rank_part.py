@@ -36,6 +36,9 @@ class RankPart(ABC):
     mesh: Mesh
     """Mesh of the ranks that train on the same samples, with this one's seat."""
 
+    left_out: frozenset[str] = frozenset()
+    """Names of blocks of this rank that are not in the model for now, because equal ones stand for them."""
+
     stage: int = 0
     """Stage of the pipeline; a rank that has several of them has a part for each."""
 

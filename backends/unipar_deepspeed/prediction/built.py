@@ -28,7 +28,8 @@ def built_terms(model: ZeroModel, stage: int) -> Iterator[Term]:
 def _converted(model: ZeroModel, stage: int) -> Iterator[Term]:
     """Yield the terms of the moment at which DeepSpeed makes its copies of the model."""
     elements = sum(p.numel for p in model.parameters)
-    low, full, share = elements * model.element, elements * MASTER_BYTES, elements / model.ranks
+    low = sum(map(model.bytes_of, range(len(model.parameters))))
+    full, share = elements * MASTER_BYTES, elements / model.ranks
     if not model.has_separate_masters:
         if stage in (1, 2):
             yield Term("parameters", "model", low)

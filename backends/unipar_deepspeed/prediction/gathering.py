@@ -119,7 +119,7 @@ class GatherPlan:
     def padded_bytes(self, number: int) -> int:
         """Return the bytes of a parameter as it is gathered: its elements made a multiple of the number of ranks."""
         ranks = self._model.ranks
-        return ceil(self._parameters[number].numel / ranks) * ranks * self._model.element
+        return ceil(self._parameters[number].numel / ranks) * ranks * self._model.element_of(number)
 
     def run(self, *, first: bool = False) -> GatherPlan:
         """Go through a microbatch, and note what is held and sent; `first`: nothing is whole when it begins."""
@@ -176,9 +176,13 @@ class GatherPlan:
             self._reads.ahead([number for number, _ in self._queue], gathering)
 
     def _gather(self, numbers: Sequence[int], at: int) -> None:
-        if not numbers:
-            return
-        self._reads.need(numbers)
+        if numbers:
+            self._reads.need(numbers)
+        for element in sorted({self._model.element_of(n) for n in numbers}):
+            self._gather_alike([n for n in numbers if self._model.element_of(n) == element], at)
+
+    def _gather_alike(self, numbers: Sequence[int], at: int) -> None:
+        """Gather parameters of one dtype, all in one call."""
         size = sum(self.padded_bytes(n) for n in numbers)
         self._live += sum(self._parameters[n].numel for n in numbers)
         self._sent.add("all_gather", size)

@@ -63,6 +63,6 @@ def offloaded_partitions(
         yield Term("parameters", f"group {i}, partitions", model.pinned(size), place=model.host)
     for number, p in enumerate(model.parameters):
         if not p.trained:
-            size, small = partitions[number] * model.element, p.numel <= model.persistence
+            size, small = partitions[number] * model.element_of(number), p.numel <= model.persistence
             place = "device" if small else model.host
             yield Term("parameters", p.name, size if small else model.pinned(size), place=place)

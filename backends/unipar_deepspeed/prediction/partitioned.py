@@ -66,7 +66,7 @@ def _states(model: ZeroModel) -> Iterator[Term]:
         yield from offloaded_partitions(model, model.groups, partitions)
     else:
         for number, p in enumerate(model.parameters):
-            yield Term("parameters", p.name, partitions[number] * model.element)
+            yield Term("parameters", p.name, partitions[number] * model.element_of(number))
     for i, members in enumerate(sub_groups(model)):
         elements = sum(partition_of(model, number) for number in members)
         if is_swapped(model, members):

@@ -130,7 +130,7 @@ class SwappedParameters:
         return frozenset(written - self.in_memory)
 
     def _bytes(self, number: int) -> int:
-        return partition_of(self.model, number) * self.model.element
+        return partition_of(self.model, number) * self.model.element_of(number)
 
     def terms(self) -> Iterator[Term]:
         """Yield the files, the buffers, and what is in memory; raise Unsupported for too large a partition."""
@@ -145,7 +145,7 @@ class SwappedParameters:
                     ],
                 )
             if self._bytes(number) >= SWAPPED_BYTES:  # also of those that are then kept in memory
-                yield Term("parameters", p.name, aligned_bytes(elements, model.element), place="disk")
+                yield Term("parameters", p.name, aligned_bytes(elements, model.element_of(number)), place="disk")
             elif number not in self.in_memory:
                 small = p.numel <= model.persistence
                 size = self._bytes(number) if small else model.pinned(self._bytes(number))

@@ -39,7 +39,7 @@ class ZeroModel:
     timeline: StepTimeline
     ranks: int
     element: int
-    """Bytes of an element of parameters and gradients."""
+    """Bytes of an element of parameters and gradients; frozen parameters may have fewer."""
 
     has_separate_masters: bool
     """True if stage 0 keeps fp32 copies of parameters that are in bf16."""
@@ -107,9 +107,14 @@ class ZeroModel:
         """Return the bytes of an offloaded tensor whose memory DeepSpeed pins, which it cannot on the CPU."""
         return size if self.staged else pinned_bytes(size)
 
+    def element_of(self, number: int) -> int:
+        """Return the bytes of an element of a parameter: frozen ones stay narrower than those that are trained."""
+        p = self.parameters[number]
+        return self.element if p.trained else min(self.element, p.element_size)
+
     def bytes_of(self, number: int) -> int:
         """Return the bytes of a parameter, or of its gradient."""
-        return self.parameters[number].numel * self.element
+        return self.parameters[number].numel * self.element_of(number)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:

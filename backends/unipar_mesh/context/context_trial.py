@@ -107,17 +107,22 @@ def _rows(
         except TaskError:
             raise
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise TaskError(
-                f"parallel.context: {arguments.name} does not run on {shape[1]} positions, a rank's part ({reason}): "
-                'attention must be torch\'s scaled_dot_product_attention (transformers: attn_implementation="sdpa"), '
-                "and what goes along the sequence an argument of the block"
-            ) from error
+            raise does_not_run(arguments.name, shape[1], error) from error
         finally:
             for buffer, value in buffers:
                 buffer.copy_(value)
     keep(result[0] if isinstance(result, tuple) else result)
     return rows
+
+
+def does_not_run(name: str, positions: int, error: Exception) -> TaskError:
+    """Return the error of a block that cannot compute with a part of the positions."""
+    reason = str(error).strip().partition("\n")[0]
+    return TaskError(
+        f"parallel.context: {name} does not run on {positions} positions, a rank's part ({reason}): "
+        'attention must be torch\'s scaled_dot_product_attention (transformers: attn_implementation="sdpa"), '
+        "and what goes along the sequence an argument of the block"
+    )
 
 
 def _without_cache(value: Any) -> Any:

@@ -19,7 +19,7 @@ from unipar.backend import Fn
 from unipar.errors import TaskError
 from unipar.model import transforms
 from unipar_mesh.context.block_arguments import Arguments, position_dimension
-from unipar_mesh.context.context_trial import examine
+from unipar_mesh.context.context_trial import does_not_run, examine
 from unipar_mesh.context.inside import BetweenBlocks, InsideBlock, Pass
 from unipar_mesh.context.sequence_layout import SequenceLayout
 from unipar_mesh.context.spread_attention import Choice, gather_sequence
@@ -186,8 +186,10 @@ class SequenceSplit:
                 with self._inside:
                     result = plain(*args, **kwargs)
                 hidden = _hidden_of(name, result, run.layout)
-            except BaseException:
+            except BaseException as error:
                 self._run = None
+                if not self._examines and type(error) is RuntimeError:  # nobody has tried the block before
+                    raise does_not_run(name, run.layout.count(), error) from error
                 raise
             finally:
                 self._inside = None

@@ -112,7 +112,7 @@ class MeshPart(RankPart):
         assert self._groups is not None
         split = self._split
         with ExitStack() as undo:
-            for name in self.own_blocks:
+            for name in self._present(self.own_blocks):
                 block = self.model.get_submodule(name)
                 if (plan := split.plans.get(name)) is None:
                     continue
@@ -123,6 +123,8 @@ class MeshPart(RankPart):
             if split.vocabulary is not None:
                 undo.callback(arm_vocabulary(self.model, split.vocabulary, self._groups.group("tensor")))
             for layer in self.experts:
+                if self.left_out.intersection(layer.sharded_modules(0, self._axes.expert)):
+                    continue
                 undo.callback(arm_experts(self.model, layer, self._groups.experts(), assumed=self.routing))
             stage = self._stage()
             self._split_sequence(self._groups, stage, undo)
@@ -130,6 +132,10 @@ class MeshPart(RankPart):
                 undo.callback(stage.leave)
                 self._flow = self._flow_through(stage.enter(), self._groups)
             yield
+
+    def _present(self, blocks: Sequence[str]) -> list[str]:
+        """Return the names of those blocks that are in the model now."""
+        return [name for name in blocks if name not in self.left_out]
 
     def _flow_through(self, stage: Stage, groups: MeshGroups) -> StageFlow | PieceFlow:
         arriving = {} if self._before is None else self._before.leaving
@@ -146,13 +152,15 @@ class MeshPart(RankPart):
         if (stages := self._split.stages) is None:
             return None
         first, end = stages.cuts[self.stage : self.stage + 2]
-        return Stage(self.model, stages.blocks, first, end, stages.tuples)
+        tuples = [n for name, n in zip(stages.blocks, stages.tuples, strict=True) if name not in self.left_out]
+        end -= len(self.own_blocks) - len(self._present(self.own_blocks))
+        return Stage(self.model, self._present(stages.blocks), first, end, tuples)
 
     def _split_sequence(self, groups: MeshGroups, stage: Stage | None, undo: ExitStack) -> None:
         """Cut sequences over the ranks of context, as the engine does."""
         if self._axes.context == 1:
             return
-        own, every = list(self.own_blocks), self._split.blocks
+        own, every = self._present(self.own_blocks), self._split.blocks
         first, last = own[0] == every[0], own[-1] == every[-1]
         split = SequenceSplit(
             self.model, own, groups.group("context"), enters=first, leaves=last, attention=self._way, examines=False

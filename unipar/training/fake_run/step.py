@@ -65,6 +65,9 @@ class FakeStep:
     calls: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Number of calls of each."""
 
+    passed: tuple[int, int, int] = (0, 0, 0)
+    """Bytes that went to the stage behind and to the one before, and bytes of buffers in which others arrived."""
+
 
 @contextmanager
 def _only_asked_collection() -> Generator[None]:
@@ -96,9 +99,7 @@ def trace_step(
     with user_errors_as_task_errors("loss()"), explain_values("loss()"):
         with fake.mode:
             batch = tree_map_only(Tensor, fake.mode.from_tensor, batch)
-        if part is None:
-            return _record_step(fake, micro, batch, blocks or fake.blocks)
-        return _record_step(fake, micro, batch, part.blocks, part)
+        return _record_step(fake, micro, batch, blocks or (fake if part is None else part).blocks, part)
 
 
 def _record_step(
@@ -124,7 +125,6 @@ def _record_step(
     if part is not None:
         part.keep = recorder.keep
     with ExitStack() as stack:
-        stack.enter_context(_only_asked_collection())
         stack.enter_context(recorder.follow(model, blocks))
         stack.enter_context(nullcontext() if part is None else part.armed())
         if part is not None and part.halves:  # torch adds to earlier gradients without autograd's knowledge
@@ -132,6 +132,7 @@ def _record_step(
                 for p in model.parameters():
                     p.grad = torch.zeros_like(p) if p.requires_grad else None
             recorder.keep_sums(model, blocks)
+        stack.enter_context(_only_asked_collection())  # hooks on all modules are there, and are not looked at
         for entered in (mode, assumed, counter, recorder):
             if entered is not None:
                 stack.enter_context(entered)
@@ -162,4 +163,5 @@ def _record_step(
         sum(x.untyped_storage().nbytes() for x in tensors),
         traffic,
         {} if counter is None else counter.calls,
+        (0, 0, 0) if part is None else (part.sent_on, part.sent_back, part.received),
     )

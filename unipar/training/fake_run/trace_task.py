@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from unipar.backend.precision import autocast_dtype
 from unipar.config import Config
@@ -23,7 +24,7 @@ from unipar.task import Task
 from unipar.training.fake_run.assumed_values import AssumedValues
 from unipar.training.fake_run.compiled import compile_parts
 from unipar.training.fake_run.fake_task import FEWEST_SAMPLES, FakeTask, fake_task
-from unipar.training.fake_run.repeats import KEPT, ShortModel, find_equal_blocks
+from unipar.training.fake_run.repeats import ENDS, ShortModel, find_equal_blocks
 from unipar.training.fake_run.step import FakeStep, trace_step
 from unipar.training.fake_run.step_recorder import FakeBlock
 from unipar.training.task_facts import user_errors_as_task_errors
@@ -170,22 +171,19 @@ def trace_part(
     counts = (few, few + fake.micro)
     in_full: Activations | None = None
     worst: Activations | None = None
-    steps: list[FakeStep] = []
-    sizes: list[tuple[int, int, int]] = []
     with part.placed():
         if proof_of_whole is not None and axes.pieces == 1 and autocast_dtype(fake.config.train.precision) is not None:
-            in_full = combine_steps(*(trace_step(in_full_precision(fake), count, part) for count in counts))
-        for count in counts:
-            steps.append(trace_step(fake, count, part))
-            sizes.append((part.sent_on, part.sent_back, part.received))
+            in_full = combine_steps(*_trace_steps(in_full_precision(fake), counts, part))
+        steps = _trace_steps(fake, counts, part)
         if axes.expert > 1:
             part.routing = "worst"
-            worst = combine_steps(*(trace_step(fake, count, part) for count in counts))
+            worst = combine_steps(*_trace_steps(fake, counts, part))
             part.routing = "even"
         timeline = fake.timeline(part.blocks, steps[0].record, part.stages_of)
     experts = frozenset(number for number, name in enumerate(part.blocks) if name in part.experts_of_blocks)
     timeline = replace(timeline, whole=traced.timeline.parameters, experts=experts)
-    on, back, received = (line_through(*zip(counts, each, strict=True)) for each in zip(*sizes, strict=True))
+    passed = zip(*(step.passed for step in steps), strict=True)
+    on, back, received = (line_through(*zip(counts, each, strict=True)) for each in passed)
     stage = PlannedStage(timeline, combine_steps(*steps), sent_on=on, sent_back=back, received=received)
     schedule = axes.schedule if axes.pipeline > 1 else None
     rank = PlannedRank.alone(stage, schedule, axes.pipeline, part.stage % axes.pipeline)
@@ -218,22 +216,63 @@ def _volumes(steps: Sequence[FakeStep], part: RankPart) -> Sequence[MicrobatchVo
     return volumes
 
 
-def _trace_steps(fake: FakeTask, counts: Sequence[int]) -> list[FakeStep]:
-    """Return a step with a microbatch of each of these sizes.
+def _trace_steps(fake: FakeTask, counts: Sequence[int], part: RankPart | None = None) -> list[FakeStep]:
+    """Return a step with a microbatch of each of these sizes, of the full model or of a part in its place.
 
     Of equal blocks only some run, if they stand for the others: one more is added, and must use memory as expected.
     """
-    model, blocks = fake.model, fake.blocks
-    if equal := find_equal_blocks(model, blocks):
-        short, longer = (ShortModel(model, blocks, equal, kept) for kept in (KEPT, KEPT + 1))
+    blocks = (fake if part is None else part).blocks
+    equal = find_equal_blocks(fake.model, blocks)
+    for ends in ENDS:
+        short, longer = (ShortModel(fake.model, blocks, equal, ends, middle) for middle in (1, 2))
+        if not short.equal:
+            break
         with suppress(Exception):  # the model needs all blocks: they run below, and tell what is wrong
-            with longer.open():
-                expected = trace_step(fake, counts[0], blocks=longer.blocks)
-            with short.open():
-                steps = [trace_step(fake, count, blocks=short.blocks) for count in counts]
-            if short.stands_for(longer, steps[0].record, expected.record):
-                return [replace(step, record=short.extended(step.record)) for step in steps]
-    return [trace_step(fake, count) for count in counts]
+            checked = counts[:1] if part is None else counts  # what other sizes of a part send is told from it, too
+            return [_trace_short(fake, count, short, longer if count in checked else None, part) for count in counts]
+    return [trace_step(fake, count, part) for count in counts]
+
+
+def _trace_short(
+    fake: FakeTask, count: int, short: ShortModel, longer: ShortModel | None, part: RankPart | None
+) -> FakeStep:
+    """Return a step of all blocks, of which some run; raise ValueError if those do not stand for the others.
+
+    `longer`: model with one more of them; None: it is known that they do.
+    """
+    step = _trace_open(fake, count, short, part)
+    if longer is not None:
+        expected = _trace_open(fake, count, longer, part)
+        if not short.stands_for(longer, step.record, expected.record):
+            raise ValueError(short.left_out)
+        step = step if part is None else _with_traffic(short, step, expected)
+    return replace(step, record=short.extended(step.record))
+
+
+def _trace_open(fake: FakeTask, count: int, short: ShortModel, part: RankPart | None) -> FakeStep:
+    with short.open():
+        if part is not None:
+            part.left_out = short.left_out
+        try:
+            return trace_step(fake, count, part, short.blocks)
+        finally:
+            if part is not None:
+                part.left_out = frozenset()
+
+
+def _with_traffic(short: ShortModel, step: FakeStep, longer: FakeStep) -> FakeStep:
+    """Return a step of a part with what all blocks send; `longer`: that with one more of equal blocks.
+
+    Raise ValueError if that does not tell it.
+    """
+    more = short.same_left_out
+    if more is None or step.passed != longer.passed or list(step.sent) != list(longer.sent):
+        raise ValueError(short.left_out)
+
+    def of_all(few: Mapping[tuple[str, str], int], one_more: Mapping[tuple[str, str], int]) -> Mapping[Any, int]:
+        return {key: number + more * (one_more[key] - number) for key, number in few.items()}
+
+    return replace(step, sent=of_all(step.sent, longer.sent), calls=of_all(step.calls, longer.calls))
 
 
 def combine_steps(first: FakeStep, second: FakeStep) -> Activations:
