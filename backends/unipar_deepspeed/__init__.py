@@ -37,6 +37,10 @@ _BF16_COPIES = (
     "DeepSpeed keeps bf16 copies of the parameters, with which the split model cannot be proved equal to the whole one",
     "use fp32 or bf16-mixed, or backend: native",
 )
+_OWN_LAYERS = (
+    "DeepSpeed's AutoTP puts layers of its own, which multiply in bf16, in the place of the model's linear layers",
+    "use bf16-mixed, or backend: native",
+)
 _REFUSALS: Refusals = {
     "parallel.sequence": {
         _ACTIVATIONS: (
@@ -45,6 +49,8 @@ _REFUSALS: Refusals = {
         )
     },
     "train.precision: bf16-master": dict.fromkeys((_AUTOTP, _AUTOEP), _BF16_COPIES),
+    "train.precision: fp8": {_AUTOTP: _OWN_LAYERS},
+    "train.precision: fp8-rowwise": {_AUTOTP: _OWN_LAYERS},
     "train.precision: fp64": {
         _AUTOEP: (
             "DeepSpeed's AutoEP multiplies the matrices of experts by a kernel that has no fp64",

@@ -90,3 +90,9 @@ def test_a_missing_library_is_named_with_what_to_type(monkeypatch: pytest.Monkey
     assert str(caught.value) == (
         "train.optimizer.name: adamw-8bit needs torchao, not installed here: pip install 'unipar[torchao]'"
     )
+    with pytest.raises(BackendNotInstalled) as caught:
+        checks.check_can_run(_config({"precision": "fp8-rowwise"}))
+    assert str(caught.value) == (
+        "train.precision: fp8-rowwise needs torchao, not installed here: pip install 'unipar[torchao]'; or take "
+        "bf16-mixed"
+    )

@@ -132,6 +132,13 @@ def test_a_plan_runs_what_its_layers_run(monkeypatch: pytest.MonkeyPatch) -> Non
          "train.precision: bf16-master is not available with parallel.tensor: DeepSpeed keeps bf16 copies of the "
          "parameters, with which the split model cannot be proved equal to the whole one; use fp32 or bf16-mixed, or "
          "backend: native"),
+        *(
+            ("deepspeed", {"parallel": {"tensor": 2}, "train": {"precision": precision}},
+             f"train.precision: {precision} is not available with parallel.tensor: DeepSpeed's AutoTP puts layers of "
+             "its own, which multiply in bf16, in the place of the model's linear layers; use bf16-mixed, or backend: "
+             "native")
+            for precision in ("fp8", "fp8-rowwise")
+        ),
         ("deepspeed", {"parallel": {"tensor": 2, "shard": "gradients"},
                        "options": {"deepspeed": {"offload_optimizer": "cpu", "cpu_adam": "torch"}}},
          "offloading is not available with parallel.tensor: no run of DeepSpeed's AutoTP with offloaded state has been "

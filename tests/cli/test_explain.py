@@ -223,6 +223,18 @@ def test_deep(source: ConfigSource, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""  # what the task prints does not mix with what explain says
 
 
+def test_layers_in_fp8(source: ConfigSource) -> None:
+    """Which they are, by what they multiply on the config's device, and that none can be."""
+    wide = changed(source, "train.precision=fp8", "task.args.width=16", "device=cpu")
+    assert rows(explain_config(wide, deep=True))["products in fp8"] == (
+        "fp8",
+        "fp8 (tensorwise, emulated in fp32) in 2 of 2 linear layers: 0, 1",
+    )
+    assert "products in fp8" not in rows(explain_config(source, deep=True))
+    with pytest.raises(ConfigError, match=r"2 linear layers is one: 0 \(3 to 3, not divisible by 16\)"):
+        explain_config(changed(source, "train.precision=fp8", "device=cpu"), deep=True)
+
+
 def test_the_size_of_a_checkpoint(source: ConfigSource) -> None:
     """Weights of 24 numbers with their momentum are 192 bytes; the room is that of the nearest folder that is there."""
     momentum = ("train.optimizer.name=sgd", "train.optimizer.momentum=0.9")

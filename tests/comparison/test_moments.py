@@ -1,4 +1,4 @@
-"""Moments of 8 and 16 bits beside those of AdamW: bytes and digits, as a comparison says them."""
+"""Moments of 8 and 16 bits beside those of AdamW, and fp8 beside bf16: bytes and digits, as a comparison says them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.short_text import short_text
 from unipar.comparison.compare import compare
+from unipar.results.comparison import Comparison
 from unipar.utils.text import parse_bytes
 
 pytestmark = [pytest.mark.forked, pytest.mark.sweep]
@@ -50,3 +51,32 @@ def test_bytes_saved_and_digits_lost(tmp_path: Path, optimizer: dict[str, Any], 
         json.loads((tmp_path / "out/compare-adamw/compare.json").read_text("utf-8"))["strategies"][0]["outcome"]
         == "ran"
     )
+
+
+def test_digits_that_fp8_loses(tmp_path: Path) -> None:
+    """One process runs again in bf16-mixed; what multiplies in fp8 is named."""
+    config = {
+        "task": short_text(),
+        "device": "cpu",
+        "parallel": {"data": 2},
+        "batch": {"total": 8},
+        "train": {"steps": 10, "precision": "fp8"},
+        "compare": {"repeat": 2},
+        "out": str(tmp_path / "out"),
+    }
+    found = compare(config, strategies=("native/nothing", "deepspeed/parameters"))
+    assert isinstance(found, Comparison)
+    assert found.code == 0
+    said = re.fullmatch(
+        r"fp8 \(tensorwise, emulated in fp32\) in 8 of 9 linear layers: layers\.\*\.qkv, layers\.\*\.out, "
+        r"layers\.\*\.mlp\.0, layers\.\*\.mlp\.2; in bf16: head \(outside of blocks\); each strategy was checked in "
+        r"its first step; fp8 beside bf16-mixed, in one process: losses equal to (\d) digits over 10 steps",
+        found.fp8,
+    )
+    assert said is not None, found.fp8
+    assert 2 <= int(said[1]) <= 5
+    assert found.fp8 in found.remarks()
+    computed = [row.marks.computed for row in found.rows if row.marks is not None]
+    assert computed == [("bfloat16 under autocast", "float8_e4m3fn")] * 3
+    assert found.forecast is not None
+    assert "within 0.00 % of the measured ones" in " ".join(found.remarks())

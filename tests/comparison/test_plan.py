@@ -189,6 +189,18 @@ def test_fp16_needs_what_bf16_mixed_needs() -> None:
     )
 
 
+def test_fp8_keeps_no_copies_of_weights() -> None:
+    """bf16-mixed does, of 2 bytes each, from forward to backward; how fast products are is not known."""
+    given = [CONFIG | {"train": {"steps": 1, "precision": precision}} for precision in ("fp8", "bf16-mixed")]
+    low, mixed = (
+        unipar.plan(config, strategies=["native/nothing"], worlds=[2], machine="h100-sxm") for config in given
+    )
+    kept = [plan.rows[0].phases[0].held["activations"] for plan in (low, mixed)]
+    matrices = 2 * (3 + 1 + 4 + 4) * 16 * 16
+    assert kept[1] - kept[0] == 2 * matrices
+    assert "matrix products are planned at the speed of bf16: by how much fp8 is faster is not known" in low.notes
+
+
 def test_why_a_peak_is_as_high(planned: Any) -> None:
     """Its terms by category and block add up to it; each tensor is named if it is asked for."""
     row = next(row for row in planned.rows if (row.strategy, row.ranks) == ("native/parameters", 2))

@@ -184,7 +184,7 @@ def said(changes: dict[str, Any], where: dict[str, str] | None = None) -> str:
         ({"parallel": {"data": "all"}}, "parallel.data: wanted a whole number above 0 or auto, got 'all'"),
         (
             {"train/precision": "bf16"},
-            "train.precision: wanted fp32, fp64, fp16, bf16-mixed or bf16-master, got 'bf16'; "
+            "train.precision: wanted fp32, fp64, fp16, bf16-mixed, bf16-master, fp8 or fp8-rowwise, got 'bf16'; "
             "write bf16-mixed (fp32 parameters, bf16 compute)",
         ),
         (

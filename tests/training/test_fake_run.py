@@ -33,8 +33,10 @@ class Small(Task):
 """
 
 
-def traced(task: dict[str, Any], micro: int = 2, recompute: str = "none", **train: Any) -> TracedTask:
-    config = {"task": task, "batch": {"total": 8}, "device": "cpu", "train": {"steps": 1, **train}}
+def traced(
+    task: dict[str, Any], micro: int = 2, recompute: str = "none", device: str = "cpu", **train: Any
+) -> TracedTask:
+    config = {"task": task, "batch": {"total": 8}, "device": device, "train": {"steps": 1, **train}}
     return trace_task(load_given_config({**config, "model": {"recompute": recompute}}).config, micro)
 
 
@@ -111,6 +113,16 @@ def test_autocast_makes_copies(once: TracedTask) -> None:
     mixed = traced(CHARS, precision="bf16-mixed")
     copies = [b.operation for b in mixed.activations.blocks if b.operation == "_to_copy.default"]
     assert len(copies) > len([b for b in once.activations.blocks if b.operation == "_to_copy.default"]) + 8
+
+
+@pytest.mark.parametrize(("device", "product"), [("cpu", "mm.default"), ("cuda", "_scaled_mm.default")])
+def test_products_in_fp8(once: TracedTask, device: str, product: str) -> None:
+    """Three for each layer, by what multiplies on the device, of bytes; they count as the same without fp8."""
+    found = traced(CHARS, device=device, precision="fp8")
+    layers = [b.where for b in found.activations.blocks if b.operation == product and b.where.startswith("layers.")]
+    assert layers == [f"layers.{block}.{layer}" for block in (0, 1) for layer in ("qkv", "out", "mlp.0", "mlp.2")]
+    assert found.activations.flops == once.activations.flops
+    assert not [p.name for p in found.timeline.parameters if p.element_size != 4]
 
 
 @pytest.mark.parametrize(

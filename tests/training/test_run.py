@@ -20,6 +20,8 @@ import unipar
 from tests.support.running import Line, running
 from unipar.errors import NonFinite, Stopped, TaskError, UniparError
 from unipar.memory.account import PhasePeak
+from unipar.report.data.run_data import RunPageData
+from unipar.report.pages.run_page import render_run
 from unipar.run_folder.layout import run_log_path
 from unipar.run_folder.run_log import RunLog
 from unipar.task import Run
@@ -34,6 +36,49 @@ def _ended(task: unipar.Task, folder: Path, **sections: Any) -> UniparError:
     with pytest.raises(UniparError) as e, running(task, folder, **sections) as run:
         task.train(run)
     return e.value
+
+
+class Wide(Line):
+    """A line through three layers, of which the first two may multiply in fp8."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        self.by_hand = by_hand
+
+    @override
+    def model(self) -> Any:
+        return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 1))
+
+    @override
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        x = x.expand(-1, 16)
+        if self.by_hand:
+            return (model[2](nn.functional.linear(model[0](x), model[1].weight)) - y).square().mean()
+        return (model(x) - y).square().mean()
+
+
+IN_FP8: dict[str, Any] = {"train": {"steps": 3, "precision": "fp8"}, "model": {"blocks": "none"}}
+
+
+def test_layers_in_fp8_are_noted(tmp_path: Path) -> None:
+    """Before the first step which they are, and after it what they ran; the run's page has both."""
+    with running(Wide(), tmp_path, **IN_FP8) as run:
+        run.task.train(run)
+    said = [row["said"] for row in RunLog.read(run_log_path(tmp_path, 0)) if row["event"] == "precision"]
+    assert said == [
+        "fp8 (tensorwise, emulated in fp32) in 2 of 3 linear layers: 0, 1; in bf16: 2 (the last)",
+        "2 of 2 linear layers ran emulated in fp32",
+    ]
+    page = render_run(RunPageData.read(run_log_path(tmp_path, 0)))
+    assert all(f"<li>{sentence}" in page for sentence in said)
+
+
+def test_a_layer_that_leaves_fp8_ends_the_run(tmp_path: Path) -> None:
+    """In the first step, with its name."""
+    assert str(_ended(Wide(by_hand=True), tmp_path, **IN_FP8)) == (
+        "train.precision: fp8, and 1 linear layer did not multiply in fp8: 1 was not called, and its weight was used; "
+        "call each layer itself, under the run's autocast, or take bf16-mixed"
+    )
 
 
 def test_what_a_step_gives(tmp_path: Path) -> None:

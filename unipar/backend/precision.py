@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from unipar.config import Precision
 
 if TYPE_CHECKING:
     import torch
+
+FP8_RECIPES: Final[Mapping[Precision, str]] = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+"""torchao's recipe of each precision in which linear layers multiply in fp8."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ def default_dtypes(precision: Precision, *, reduction: str | None = None) -> Dty
         return Dtypes("fp64", "-", "fp64", reduction or "fp64", "fp64")
     if precision == "bf16-mixed":
         return Dtypes("fp32", "-", "fp32", reduction or "fp32", "bf16 under autocast")
+    if precision in FP8_RECIPES:
+        return Dtypes("fp32", "-", "fp32", reduction or "fp32", f"fp8 ({FP8_RECIPES[precision]}) in linears, else bf16")
     if precision == "fp16":
         return Dtypes("fp32", "-", "fp32, of a scaled loss", reduction or "fp32", "fp16 under autocast")
     if precision == "bf16-master":
@@ -53,4 +59,6 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     """Return the dtype in which autocast computes; None if autocast is not used."""
     import torch
 
+    if precision in FP8_RECIPES:
+        return torch.bfloat16
     return {"bf16-mixed": torch.bfloat16, "fp16": torch.float16}.get(precision)

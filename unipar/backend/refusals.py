@@ -17,6 +17,9 @@ ALL: Final = "all"
 TRAITS: Final = ("whole_matrices", "moments_in_blocks", "moments_in_bf16")
 """Features that are traits of `OptimizerSettings`."""
 
+OFFLOADED_ACTIVATIONS: Final = "model.offload: activations"
+"""Condition: what autograd saves in blocks is kept in host memory."""
+
 Refusals = Mapping[str, Mapping[str, tuple[str, str]]]
 """Reason and way out, by feature and by what cannot carry it; either may be empty.
 
@@ -24,6 +27,10 @@ Both are conditions of a config, such as a trait, a key that has an effect, or a
 `{value}` in a reason stand for the last words of the feature (capitalized) and of the carrier as sentences say them.
 """
 
+_FP8_BY_HAND: Final = (
+    "converts linear layers by torchao and finds those that leave fp8, which a script does not",
+    "export with bf16-mixed, and call torchao.float8.convert_to_float8_training in train.py",
+)
 _LEAVE_ONE_OUT: Final = "leave one of them out"
 _BY_HAND: Final = "export with adamw, and create yours in train.py"
 
@@ -67,8 +74,27 @@ REFUSALS: Refusals = {
             _BY_HAND,
         ),
     },
+    "train.precision: fp8": {
+        "parallel.context": (
+            "one scale of a tensor covers all positions, and each of {value} ranks has a part of them",
+            "take fp8-rowwise, with a scale for each position",
+        ),
+        SCRIPT: _FP8_BY_HAND,
+    },
+    "train.precision: fp8-rowwise": {SCRIPT: _FP8_BY_HAND},
 }
 """Refusals of all backends, and of export. A backend has a table of its own beside this one."""
+
+REFUSALS_OF_MODEL: Refusals = {
+    OFFLOADED_ACTIVATIONS: {
+        "model.recompute: selective": (
+            "torch keeps results of its operations where autograd's hooks do not see them",
+            "take recompute: blocks, whose inputs are moved",
+        ),
+        "model.compile: model": ("blocks do not run one by one", "say compile: blocks"),
+    },
+}
+"""Refusals of all backends between keys of `model`."""
 
 
 def conditions_of(config: Config) -> dict[str, str]:
@@ -76,14 +102,15 @@ def conditions_of(config: Config) -> dict[str, str]:
     parallel, model, train = config.parallel, config.model, config.train
     values = {
         "parallel.tensor": None if parallel.tensor == 1 else parallel.tensor,
+        "parallel.context": None if parallel.context == 1 else parallel.context,
         "parallel.shard": None if parallel.shard == "nothing" else parallel.shard,
         "parallel.shard_over": parallel.shard_over,
         "parallel.sequence": parallel.sequence or None,
         "train.precision": train.precision,
         "train.local_steps": train.local_steps,
-        "model.offload": None if model.offload == "none" else model.offload,
+        "model.offload": None if model.offloaded_state == "none" else model.offloaded_state,
         "model.sync_batchnorm": model.sync_batchnorm or None,
-        "model.recompute": model.recompute,
+        "model.recompute": model.recomputes,
         "model.compile": model.compiling and model.compiling.what,
     }
     keys = {key: f"{key}: {yaml_word(value)}" for key, value in values.items() if value is not None}
@@ -94,6 +121,8 @@ def conditions_of(config: Config) -> dict[str, str]:
         if getattr(its, trait)
     }
     plain = {"model.compile": "model.compile"} if "model.compile" in keys else {}  # its value may be a section
+    if model.offloads_activations:
+        plain[OFFLOADED_ACTIVATIONS] = OFFLOADED_ACTIVATIONS
     return {**traits, **keys, **{words: words for words in keys.values()}, **plain}
 
 

@@ -12,6 +12,7 @@ from unipar.backend import resources
 from unipar.backend.checks import refuse_absent_ranks
 from unipar.backend.installed import installed_versions, machine_summary
 from unipar.backend.offered_strategies import ONE
+from unipar.backend.precision import FP8_RECIPES
 from unipar.comparison import store
 from unipar.comparison.make_forecast import make_forecast
 from unipar.comparison.request import CompareRequest, batch_with_fixed_total, parse_world_sizes, threads_per_rank
@@ -184,15 +185,16 @@ def compare_strategies(
                 )
         if config.train.narrow_moments is not None and now.reference is not None and not (widest or now.interrupted):
             now = now.changed(moments=_describe_moments(request, ranks, now.reference, folder))
+        if config.train.precision in FP8_RECIPES and now.reference is not None and not (widest or now.interrupted):
+            now = now.changed(fp8=_describe_fp8(request, ranks, now.reference, folder))
         why = keep(now)
         return now.changed(unkept=why) if why else _write_page(folder, now)
 
 
 def _describe_moments(request: CompareRequest, ranks: int, row: StrategyResult, folder: Path) -> str:
     """Return what narrow moments save in one process, and how many digits they cost: it runs again with AdamW."""
-    with_full = replace(request.source, config=request.source.config.changed(_full_moments(request.source.config)))
-    plain = replace(request, prepared=replace(request.prepared, source=with_full))
-    adamw = compare_strategies(plain, ranks, [str(ONE)], folder.with_name(f"{folder.name}-adamw"), overwrite=True)
+    changes = _full_moments(request.source.config)
+    adamw = _run_one_process(request, ranks, changes, folder.with_name(f"{folder.name}-adamw"))
     intro = f"{request.source.config.train.narrow_moments} beside adamw, in one process: "
     if adamw.reference is None:
         return f"{intro}no figures, as adamw's run {adamw.rows[0].outcome}: {adamw.rows[0].note.splitlines()[0]}"
@@ -200,6 +202,25 @@ def _describe_moments(request: CompareRequest, ranks: int, row: StrategyResult, 
     saved = f"optimizer states of {format_size(small)} instead of {format_size(full)}; " if small and full else ""
     agrees = measure_agreement(row.losses, adamw.reference.losses, 0.0)
     return f"{intro}{saved}losses equal to {agrees} over {count_of(len(row.losses), 'step')}"
+
+
+def _describe_fp8(request: CompareRequest, ranks: int, row: StrategyResult, folder: Path) -> str:
+    """Return what multiplied in fp8, and how many digits that costs: one process runs again in bf16-mixed."""
+    changes = {"train.precision": "bf16-mixed"}
+    mixed = _run_one_process(request, ranks, changes, folder.with_name(f"{folder.name}-bf16-mixed"))
+    said = "" if row.marks is None else f"{row.marks.fp8}; each strategy was checked in its first step; "
+    intro = f"{said}{request.source.config.train.precision} beside bf16-mixed, in one process: "
+    if mixed.reference is None:
+        return f"{intro}no figures, as that run {mixed.rows[0].outcome}: {mixed.rows[0].note.splitlines()[0]}"
+    agrees = measure_agreement(row.losses, mixed.reference.losses, 0.0)
+    return f"{intro}losses equal to {agrees} over {count_of(len(row.losses), 'step')}"
+
+
+def _run_one_process(request: CompareRequest, ranks: int, changes: Mapping[str, Any], folder: Path) -> Comparison:
+    """Return the comparison of one process alone, with another config."""
+    source = replace(request.source, config=request.source.config.changed(changes))
+    other = replace(request, prepared=replace(request.prepared, source=source))
+    return compare_strategies(other, ranks, [str(ONE)], folder, overwrite=True)
 
 
 def _optimizer_bytes(row: StrategyResult) -> int:

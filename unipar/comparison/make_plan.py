@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from unipar.backend import checks, registry, resources
 from unipar.backend import offered_strategies as backend_strategies
+from unipar.backend.precision import FP8_RECIPES
 from unipar.config import SHARDS, BatchSizes, Config, Strategy
 from unipar.config.config_source import Given, load_given_config
 from unipar.config.sections.parallel import Parallel
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from unipar.planning.plan import Plan
     from unipar.planning.planned_strategy import PlannedStrategy
     from unipar.planning.speed import StepSpeed
+    from unipar.training.fake_run.recompute_fit import RecomputeTraces
     from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
     from unipar.training.fake_run.token_traces import TokenTraces
     from unipar.training.fake_run.trace_task import TracedTask
@@ -123,6 +125,11 @@ def import_what_traces() -> None:
     import_module("torch._dynamo")  # torch's fake tensors ask for it
 
 
+def traced_config(config: Config, device: PlannedDevice) -> Config:
+    """Return the config whose task is traced for a device: fp8 is emulated on the CPU, which takes other memory."""
+    return config.changed({"device": device}) if config.train.precision in FP8_RECIPES else config
+
+
 def _device(config: Config, device: PlannedDevice | None, machine: Machine | None) -> PlannedDevice:
     if machine is not None:
         if device not in (None, machine.device):
@@ -178,6 +185,9 @@ class StrategyPlanner:
     per: int | None = None
     """Ranks of a machine; None: as `machine` says, or the config's `machines`."""
 
+    recompute: RecomputeTraces | None = None
+    """Fake steps among which `model.recompute: {fit: ...}` chooses; None: there is nothing to choose."""
+
     @property
     def traced(self) -> TracedTask:
         """The whole model's step."""
@@ -187,11 +197,21 @@ class StrategyPlanner:
     def trace(
         cls, config: Config, device: PlannedDevice, limits: PlanLimits, machine: Machine | None
     ) -> StrategyPlanner:
-        from unipar.training.fake_run.token_traces import traces_of
+        from unipar.training.fake_run.recompute_fit import trace_all
 
         micro = config.batch.micro
-        traces = traces_of(config, micro if isinstance(micro, int) else config.batch.settle(1).micro)
-        return cls(config, traces, device, limits, machine)
+        traced = traced_config(config, device)
+        traces, recompute = trace_all(traced, micro if isinstance(micro, int) else config.batch.settle(1).micro)
+        return cls(config, traces, device, limits, machine, recompute=recompute)
+
+    def fitted(self, request: PredictionRequest) -> tuple[StrategyPlanner, str]:
+        """Return the planner with as few blocks recomputed as `fit` asks for, and what it has chosen in a sentence."""
+        if self.recompute is None:
+            return self, ""
+        from unipar.training.fake_run.recompute_fit import choose_recomputed
+
+        choice = choose_recomputed(request, self.recompute)
+        return replace(self, traces=self.recompute.of(choice.recompute), recompute=None), choice.says
 
     def rows(self, strategy: Strategy, ranks: int) -> Iterator[PlannedStrategy]:
         """Yield the row of a strategy on this many ranks; none for a strategy of one process on several."""
@@ -200,7 +220,9 @@ class StrategyPlanner:
         if backend_strategies.is_single_process(strategy) and ranks > 1:
             return
         try:
-            yield self.row(strategy, self.settle(strategy, ranks))
+            request = self.settle(strategy, ranks)
+            planner, recomputed = self.fitted(request)
+            yield replace(planner.row(strategy, request), recomputed=recomputed)
         except UniparError as e:
             yield PlannedStrategy(str(strategy), ranks, refusal=str(e).replace("\n", " "))
 
@@ -239,6 +261,7 @@ class StrategyPlanner:
         yield from self.traced.assumed
         yield from self.traces.describe()
         yield from self.traces.notes_on_experts()
+        yield from (f"{row.strategy} on {row.ranks}: {row.recomputed}" for row in rows if row.recomputed)
         if not self.traced.even:
             yield UNEVEN
         if self.device == "cuda" and self.traces.compiled:
@@ -249,6 +272,8 @@ class StrategyPlanner:
         if self.machine.peak(precision) is None:
             yield f"no seconds: {self.machine.name} has no known peak for train.precision: {precision}"
             return
+        if precision in FP8_RECIPES:
+            yield f"matrix products are planned at the speed of bf16: by how much {precision} is faster is not known"
         if away := [row.strategy for row in rows if row.offloaded]:
             yield (
                 f"no seconds for {', '.join(dict.fromkeys(away))}: the host updates what is offloaded to it, and a "

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from unipar.backend import Engine, Factor, LossFn, Mark, Micro, Step
@@ -17,6 +17,7 @@ from unipar.backend.engine import DelegatingEngine
 from unipar.data.order import MicrobatchPlan, SampleKey
 from unipar.data.stream_loader import StreamLoader
 from unipar.engines.fingerprint import fingerprint_batch, hash_sample_keys, hash_tensor_region
+from unipar.model.fp8_linears import fp8_linears_of
 from unipar.results.same_training import RankMarks, rank_marks_path
 from unipar.training.training_run import TrainingRun
 from unipar.utils.text import short_dtype
@@ -81,6 +82,9 @@ class MarksRecorder:
             total=self._run.sizes.total,
             precision=self._run.config.train.precision,
             leads=self._run.world.leads,
+            fp8="; ".join(
+                fp8.describe() for part in self._run.parts.values() if (fp8 := fp8_linears_of(part.module)) is not None
+            ),
         )
         rank_marks_path(folder, self._run.rank).write_text(json.dumps(marks), encoding="utf-8")
 
@@ -121,5 +125,12 @@ class _ProductDtypes(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in MATRIX_PRODUCTS:
-            self._dtypes.update(short_dtype(t.dtype) + self._casts for t in args if isinstance(t, Tensor))
+            self._dtypes.update(_dtype_word(t, self._casts) for t in args if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
+
+
+def _dtype_word(t: Tensor, casts: str) -> str:
+    """Return the dtype in which a factor is multiplied: of a number in fp8, that of its bits."""
+    if is_traceable_wrapper_subclass(t) and (bits := getattr(t, t.__tensor_flatten__()[0][0])).dtype.itemsize == 1:
+        return short_dtype(bits.dtype)
+    return short_dtype(t.dtype) + casts

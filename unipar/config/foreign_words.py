@@ -19,7 +19,7 @@ _DECAY = "write train.optimizer.weight_decay"
 _BETAS = "write train.optimizer.betas: [0.9, 0.999]"
 _EPS = "write train.optimizer.eps"
 _OPTIMIZER = "write train.optimizer: {name: adamw, lr: 1.0e-3}"
-_PRECISION = "write train.precision: bf16-mixed, fp16, fp32 or bf16-master"
+_PRECISION = "write train.precision: bf16-mixed, fp8, fp16, fp32 or bf16-master"
 _RECOMPUTE = "write model.recompute: blocks"
 _COMPILE = "write model.compile: true"
 _SHARD = "write parallel.shard: parameters (FSDP2)"
@@ -82,6 +82,7 @@ _TRAINER: Mapping[str, str] = {
     "bf16 fp16": _PRECISION,
     "tf32": "leave it out: set torch.backends.fp32_precision in your task's file; `unipar verify` states what it found",
     "gradient_checkpointing activation_checkpointing": _RECOMPUTE,
+    "activation_offloading enable_activation_offloading": "write model.offload: activations",
     "gradient_checkpointing_kwargs": "leave it out: model.recompute: blocks recomputes without reentry",
     "torch_compile": _COMPILE,
     "torch_compile_backend": "write model.compile: {what: blocks, backend: inductor}",
@@ -322,7 +323,8 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
         "16 16-mixed float16 half fp16-mixed": "write fp16",
         "32 32-true float32 no": "write fp32",
         "64 64-true float64 double": "write fp64",
-        "fp8 float8 transformer-engine": "unipar has no fp8; write bf16-mixed",
+        "float8 tensorwise transformer-engine": "write fp8 (one scale for each tensor)",
+        "rowwise": "write fp8-rowwise (one scale for each row)",
     },
     "train.optimizer.name": {
         "adamw_torch adamw_torch_fused fused_adamw adamw_hf fusedadam": "write adamw",

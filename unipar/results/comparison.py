@@ -295,6 +295,9 @@ class Comparison(TurnResults):
     moments: str = ""
     """Sentence on moments of 8 or 16 bits beside those of AdamW: bytes and digits; empty with another optimizer."""
 
+    fp8: str = ""
+    """Sentence on layers that multiplied in fp8: which, by what, and digits; empty in another precision."""
+
     answer: str = Field(default="", exclude=True)
     """Sentence on the smallest and the fastest strategy, and why; the page's first sentence, not stored."""
 
@@ -402,6 +405,7 @@ class Comparison(TurnResults):
         limits = [
             self.unkept,
             *wrong,
+            self.fp8,
             self.moments,
             f"{first_few(reused)}: reused from an earlier run, not timed in turns with the others" if reused else "",
             *([] if self.has_memory else [self.unwatched, RSS.text]),
@@ -490,7 +494,7 @@ class Comparison(TurnResults):
     @override
     def closing_remarks(self) -> list[Remark]:
         forecast = describe_forecast(self.forecast, self.rows)
-        return table_remarks(*forecast, self.moments, self.unwatched, self.unkept, self.note)
+        return table_remarks(*forecast, self.fp8, self.moments, self.unwatched, self.unkept, self.note)
 
     @override
     def verdict(self) -> list[str]:

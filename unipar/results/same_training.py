@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import NotRequired, Self, TypedDict
 
 from unipar.config import Precision, Section
 from unipar.errors import ReportError
@@ -25,6 +25,7 @@ class RankMarks(TypedDict):
     total: int
     precision: str
     leads: bool
+    fp8: NotRequired[str]
 
 
 def rank_marks_path(run: Path, rank: int) -> Path:
@@ -59,6 +60,9 @@ class TrainingMarks(Section):
     precision: str = ""
     """Precision in the config."""
 
+    fp8: str = ""
+    """Linear layers that multiply in fp8, and what multiplies, as a sentence."""
+
     @classmethod
     def read(cls, run: Path, ranks: int) -> Self:
         """Return the marks of all ranks together; raise ReportError if a rank's file cannot be read."""
@@ -84,6 +88,7 @@ class TrainingMarks(Section):
             readers=marks[0]["readers"],
             total=marks[0]["total"],
             precision=marks[0]["precision"],
+            fp8=marks[0].get("fp8", ""),
         )
 
 

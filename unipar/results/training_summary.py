@@ -34,6 +34,8 @@ _DTYPES: Final = {
     "fp32": "float32",
     "fp64": "float64",
     "bf16-mixed": "float32",
+    "fp8": "float32",
+    "fp8-rowwise": "float32",
     "bf16-master": "bfloat16",
     "fp16": "float32",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from unipar.task.reference import TaskRef
 from unipar.utils.files import is_library_file
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from unipar.model.modes import TrainingModes
     from unipar.model.state_names import CheckpointBytes
 
@@ -58,6 +60,9 @@ class TaskFacts:
 
     modes: TrainingModes
     """Modules that are put into training mode, and those in eval mode."""
+
+    fp8: str
+    """Linear layers that multiply in fp8, and those that do not, as a sentence; "" in another precision."""
 
     checkpoint: CheckpointBytes | None
     """Bytes of tensors in a checkpoint; None without a section `checkpoint`, or if the optimizer cannot be tried."""
@@ -134,7 +139,22 @@ def gather_task_facts(config: Config, sizes: BatchSizes) -> TaskFacts:
         sampler="" if source.sampler is None else type(source.sampler).__name__,
         modes=enter_training_mode(combine_parts(modules), keep=task.keep_modes),
         checkpoint=None if config.checkpoint is None else checkpoint_bytes(task, modules, config),
+        fp8="; ".join(_describe_fp8(modules, blocks, config)),
     )
+
+
+def _describe_fp8(
+    modules: Mapping[str, nn.Module], blocks: Mapping[str, Sequence[str]], config: Config
+) -> Iterator[str]:
+    """Yield which linear layers of each part multiply in fp8 on the config's device; nothing in another precision."""
+    from unipar.backend.resources import choose_device
+    from unipar.model.fp8_linears import convert_to_fp8, fp8_linears_of
+
+    kernel = "emulated in fp32" if choose_device(config)[0] == "cpu" else "torch._scaled_mm"
+    for name, module in modules.items():
+        convert_to_fp8(module, blocks[name], config, kernel, planned=True)
+        if (fp8 := fp8_linears_of(module)) is not None:
+            yield fp8.describe()
 
 
 def checkpoint_bytes(task: Task, modules: Mapping[str, Any], config: Config) -> CheckpointBytes | None:

@@ -18,6 +18,7 @@ from unipar.distributed.world import World
 from unipar.engines.learning_rate import DeviceFactors, RateSchedule
 from unipar.engines.update_guard import skips_updates
 from unipar.errors import NonFinite, TaskError, UniparError
+from unipar.model.fp8_linears import fp8_linears_of
 from unipar.model.state_names import StateNames, state_names
 
 _MAX_PENDING_STEPS = 64
@@ -59,6 +60,9 @@ class TrainedPart:
         self.name, self.module, self.engine, self.world = part.name, part.module, engine, world
         self.config = config
         """Config with this part's own optimizer and clip."""
+
+        self.fp8_unchecked = fp8_linears_of(part.module)
+        """Linear layers that must multiply in fp8 in the first step; None when they have done it."""
 
         self.error_suffix = "" if alone else f" of {part.name!r}"
         """Words that name the part in errors; empty if it is the only one."""
@@ -220,6 +224,12 @@ class TrainedPart:
         if norms[0] is not None:
             self.window[1, before : len(self._steps)] = _as_tensor(norms)
         self._pending.clear()
+
+    def check_fp8(self) -> str:
+        """Return what multiplied in the linear layers of the first step; raise Inconsistent if one has left fp8."""
+        assert self.fp8_unchecked is not None
+        linears, self.fp8_unchecked = self.fp8_unchecked, None
+        return linears.check(self.module, self.world.device)
 
     @property
     def is_reported(self) -> bool:

@@ -247,6 +247,8 @@ class TrainingRun(Run):
         finally:
             self._choice.active = None
         trained.add_step(number, out, rate)
+        if trained.fp8_unchecked is not None:
+            self.note("precision", said=trained.check_fp8())
         if not self._parts_stepped:
             self._due = self._log.count(local_batch, number, steps)
         stopped = out.skipped is True and not self._skips

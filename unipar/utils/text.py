@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, cast
 
 
 def format_duration(seconds: float) -> str:
@@ -116,6 +116,11 @@ def first_few(names: Sequence[str], count: int | None = None, most: int = 3) -> 
     return ", ".join(names[:most]) + (f" and {count - most} more" if count > most else "")
 
 
+def patterns_of(names: Iterable[str]) -> str:
+    """Return "layers.*.up, layers.*.down": names of modules, each with * for its numbers, once."""
+    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+
+
 def cut_middle(text: str, most: int) -> str:
     """Return the text, or its beginning and its end with "..." between them, in `most` characters."""
     if len(text) <= most:
@@ -155,6 +160,8 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 def yaml_word(value: object) -> str:
     """Return a plain value as a config file has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(yaml_word, cast('tuple[object, ...]', value)))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

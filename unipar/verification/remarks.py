@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unipar.backend.precision import FP8_RECIPES
+from unipar.config import Precision
 from unipar.results.verdicts import CutKind
-from unipar.utils.text import first_few
+from unipar.utils.text import count_of, first_few, patterns_of
 
 CUT_WAYS_OUT: dict[CutKind, str] = {
     "sum": "return the mean over the batch from loss(), as reduction='mean' gives it: the gradient of a sum grows with "
@@ -73,6 +75,16 @@ def describe_task(facts: Mapping[str, Any]) -> list[str]:
                 f"weight(batch) does not count; {figures}"
             )
     return remarks
+
+
+def describe_fp8(precision: Precision, kernels: Mapping[str, str], exact: str, digits: int | None) -> str:
+    """Return which linear layers multiply in fp8, by what, and to how many digits the losses are those of `exact`."""
+    by = " and ".join(dict.fromkeys(kernels.values()))
+    agrees = "to the bit" if digits is None else f"to {count_of(digits, 'digit')}"
+    return (
+        f"fp8 ({FP8_RECIPES[precision]}, {by}) in {count_of(len(kernels), 'linear layer')}, {patterns_of(kernels)}: "
+        f"the losses of one process agree with those of {exact} {agrees}"
+    )
 
 
 def kind_of_cut_dependence(facts: Mapping[str, Any]) -> CutKind | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from unipar.backend.precision import FP8_RECIPES
 from unipar.checkpoint.format.names import step_folder_name
 from unipar.config.sections.strategy import Axes
 from unipar.config.settled import SettledConfig
-from unipar.errors import Stopped, UniparError, Unsupported
+from unipar.errors import Inconsistent, Stopped, UniparError, Unsupported
 from unipar.results.loss_agreement import measure_agreement
 from unipar.results.verdicts import CutDependence, Finding, Verdict, Verdicts
 from unipar.utils.address import Location
@@ -20,7 +21,13 @@ from unipar.verification.diagnosis.mesh_faults import classify_masks
 from unipar.verification.judgement.judge import Judgement, judge
 from unipar.verification.judgement.record import RunRecord, combine_ranks, equals_bitwise, join_halves
 from unipar.verification.judgement.tolerance import Tolerance, measure_tolerance, widen
-from unipar.verification.remarks import CUT_WAYS_OUT, DROPOUT_REMARK, describe_task, kind_of_cut_dependence
+from unipar.verification.remarks import (
+    CUT_WAYS_OUT,
+    DROPOUT_REMARK,
+    describe_fp8,
+    describe_task,
+    kind_of_cut_dependence,
+)
 from unipar.verification.runs import (
     BASE_RUN_NAME,
     TASK_PROBE_NAME,
@@ -53,6 +60,9 @@ class VerificationSession:
         self._disagreements: dict[RunKey, Judgement] = {}
         self._errors_by_micro: dict[int, str] = {}
         """Errors of runs of one process with other sizes of a microbatch."""
+
+        self._fp8: dict[RunKey, dict[str, str]] = {}
+        """What multiplied in linear layers in fp8, by name, in the runs of one process."""
 
         self._tolerances: dict[tuple[int, Axes], Tolerance] = {}
         """Tolerances by number of shares of a batch, and by the axes along which ranks add up parts."""
@@ -115,7 +125,21 @@ class VerificationSession:
             self._add_cut_remark()
         if not self._runs.fp64:
             self._add_precision_remark()
+        if self._runs.precision in FP8_RECIPES:
+            self._add_fp8_remark()
         self._measure_tolerances()
+
+    def _add_fp8_remark(self) -> None:
+        """Say which linear layers multiply in fp8, by what, and how many digits of the loss that costs."""
+        base = self._base_run(self._runs.share_counts[0])
+        exact = self._runs.exact_run
+        near = measure_agreement(self._records[base].losses, self._records[exact].losses, 1.0)
+        self.verdicts = self.verdicts.changed(
+            remarks=[
+                *self.verdicts.remarks,
+                describe_fp8(self._runs.precision, self._fp8[base], str(exact), near.digits),
+            ]
+        )
 
     def _take_reference(self, key: RunKey, result: JobResult) -> None:
         if isinstance(result, UniparError):
@@ -138,6 +162,7 @@ class VerificationSession:
             return
         else:
             self._records[key] = combine_ranks(result)
+            self._fp8[key] = result[0]["fp8"]
         self._show(self.verdicts, f"{key}: done")
 
     @property
@@ -271,6 +296,10 @@ class VerificationSession:
             note = f"after it was loaded, {first_few(unequal)} is not what the checkpoint holds"
             self._replace_row(row.changed(outcome="disagrees", worst=note, note=note), f"disagrees: {note}")
             return
+        if left := self._left_fp8(result):
+            if row.outcome not in ("refused", "failed"):
+                self._note_error(row, Inconsistent(left))
+            return
         record, shares = combine_ranks(result), self._runs.strategies[key.strategy].sizes.ranks
         replays = self._runs.replays(shares)
         if key.half:
@@ -294,6 +323,17 @@ class VerificationSession:
         self._replace_row(row, f"{row.outcome}: {row.worst}" if row.outcome == "disagrees" else row.outcome)
         if not judgement.agrees:
             self._disagreements[key] = judgement
+
+    def _left_fp8(self, result: Sequence[Mapping[str, Any]]) -> str:
+        """Return which linear layers multiply in fp8 in one process and not in a strategy; "" if there are none."""
+        ran = {name: kernel for rank in result for name, kernel in rank["fp8"].items()}
+        left = [sentence for rank in result for sentence in rank["left_fp8"]]
+        left += [
+            f"{name} ran {ran.get(name, 'nothing')}, not {kernel}"
+            for name, kernel in self._fp8.get(BASE_RUN_NAME, {}).items()
+            if ran.get(name) != kernel and not any(sentence.startswith(f"{name} ") for sentence in left)
+        ]
+        return f"multiplied in fp8 in one process, and not here: {first_few([*dict.fromkeys(left)])}" if left else ""
 
     def _verdict(self, key: RunKey) -> Verdict:
         """Return the verdict so far on the strategy of a run."""

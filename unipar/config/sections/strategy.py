@@ -24,7 +24,7 @@ SHARD_OF_WORD: Final[Mapping[str, Shard]] = {
 }
 """Words that people have for a level of sharding, which `parallel.shard` takes too."""
 
-Precision = Literal["fp32", "fp64", "fp16", "bf16-mixed", "bf16-master"]
+Precision = Literal["fp32", "fp64", "fp16", "bf16-mixed", "bf16-master", "fp8", "fp8-rowwise"]
 
 
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zerobubble"]

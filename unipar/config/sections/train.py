@@ -106,7 +106,9 @@ class Train(Section):
 
     precision: Precision = "fp32"
     """Dtype of parameters and of the computation. bf16-mixed: fp32 parameters, computed in bf16; bf16-master: bf16
-    parameters with fp32 masters; fp16: fp32 parameters, computed in fp16 with loss scaling (CUDA only)."""
+    parameters with fp32 masters; fp16: fp32 parameters, computed in fp16 with loss scaling (CUDA only); fp8: as
+    bf16-mixed, but linear layers of blocks multiply in fp8, with one scale for each tensor; fp8-rowwise: with one for
+    each row. Both are torchao's, and emulated on the CPU."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial weights, the order of the data and every random number."""

@@ -19,8 +19,11 @@ CLASS_OF_PRECISION: Final[Mapping[Precision, ArithmeticClass]] = {
     "bf16-mixed": "bf16",
     "bf16-master": "bf16",
     "fp16": "fp16",
+    "fp8": "bf16",
+    "fp8-rowwise": "bf16",
 }
-"""Arithmetic in which each precision multiplies matrices; fp32 is not tf32, which torch takes only when it is told."""
+"""Arithmetic in which each precision multiplies matrices. fp32 is not tf32, which torch takes only when it is told;
+fp8 counts as bf16, in which attention and the head multiply."""
 
 _TERA, _GIGA, _MIB = 1e12, 1e9, 2**20
 

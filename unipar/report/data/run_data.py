@@ -44,7 +44,7 @@ class RunPageData:
     """Sentence on why a trace that was asked for was not written; "" if none was, or all were."""
 
     work: tuple[str, ...]
-    """Sentences on how a step's operations were counted, or why not."""
+    """Sentences on how a step's operations were counted, or why not, and on what multiplied in fp8."""
 
     ended: bool
     failure: str
@@ -104,7 +104,9 @@ class RunPageData:
             no_trace=next((str(row["said"]) for rows in ranks for row in rows if row["event"] == "no trace"), ""),
             work=tuple(
                 dict.fromkeys(
-                    _describe_counting(row) for row in ranks[0] if row["event"] == "work" or "flops_by" in row
+                    _describe_counting(row)
+                    for row in ranks[0]
+                    if row["event"] in ("work", "precision") or "flops_by" in row
                 )
             ),
             ended=any(row["event"] == "end" for row in ranks[0]),

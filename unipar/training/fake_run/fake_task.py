@@ -18,6 +18,7 @@ from unipar.engines.placement import cast_buffers, replace_parameters
 from unipar.errors import TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import cast_if_float, check_parts, narrow_frozen_parameters
+from unipar.model.fp8_linears import convert_to_fp8
 from unipar.model.modes import enter_training_mode
 from unipar.model.state_names import CheckpointBytes
 from unipar.model.transforms import apply_transforms
@@ -149,6 +150,8 @@ def fake_task(config: Config, micro: int, task: Task | None = None, rows: TokenR
         with mode:
             _cast_parameters(model, torch.bfloat16)
             cast_buffers(model, torch.bfloat16)
+    kernel = "emulated in fp32" if config.device == "cpu" else "torch._scaled_mm"
+    convert_to_fp8(model, blocks, config, kernel, planned=True)
     apply_transforms(model, blocks, config.changed({"model.compile": False}))
     with user_errors_as_task_errors("data()"):
         data = task.data()

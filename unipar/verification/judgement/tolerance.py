@@ -25,7 +25,9 @@ SQUARED_GRADIENTS = ("exp_avg_sq", "square_avg")
 ROUNDING_UNITS: dict[Precision, float] = {
     "fp64": 2.0**-52,
     "fp32": 2.0**-23,
-    "bf16-mixed": 2.0**-23,  # its parameters, gradients and losses are fp32
+    "bf16-mixed": 2.0**-23,  # its parameters, gradients and losses are fp32, as those of fp8
+    "fp8": 2.0**-23,
+    "fp8-rowwise": 2.0**-23,
     "bf16-master": 2.0**-8,
     "fp16": 2.0**-11,
 }

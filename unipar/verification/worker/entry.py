@@ -25,6 +25,7 @@ from unipar.distributed.place import Place
 from unipar.distributed.world import World
 from unipar.errors import TaskError, UniparError, Unsupported
 from unipar.model.create import narrow_frozen_parameters
+from unipar.model.fp8_linears import fp8_linears_of
 from unipar.run_folder.heartbeat import HeartbeatWriter
 from unipar.run_folder.layout import heartbeat_path, run_log_path
 from unipar.run_folder.run_log import RunLog
@@ -166,6 +167,7 @@ def _run_job(
         if job.saves_in:
             RunCheckpoints(Checkpoint(), live, folder, {}, into=Path(job.saves_in)).at_end(live.done)
         heartbeat.set_phase("start")  # collecting the result is not part of a step
+        fp8, left_fp8 = _observe_fp8(live)
         result = {
             "seat": {**world.mesh.seat, "leads": world.leads},
             "steps": recorder.steps,
@@ -194,6 +196,8 @@ def _run_job(
             "tf32": had_tf32,
             "first_buffers": first_buffers,
             "buffers": recorder.buffers() if job.kind == "replay" or settled.strategy.axes.split else {},
+            "fp8": fp8,
+            "left_fp8": left_fp8,
             "choices": choices.steps,
             "moved": choices.moved,
             "narrow": any(narrow_frozen_parameters(part.module, dtype) for part in live.parts.values()),
@@ -201,6 +205,18 @@ def _run_job(
         for engine in recorder.engines.values():
             engine.close()
     return result
+
+
+def _observe_fp8(live: TrainingRun) -> tuple[dict[str, str], list[str]]:
+    """Return what multiplied in this rank's linear layers in fp8, by name, and a sentence for each that left it."""
+    kernels, left = dict[str, str](), list[str]()
+    for part in live.parts.values():
+        if (fp8 := fp8_linears_of(part.module)) is not None:
+            before = "" if len(live.parts) == 1 else f"{part.name}."
+            ran, wrong = fp8.observed(part.module)
+            kernels |= {before + name: kernel for name, kernel in ran.items()}
+            left += [before + sentence for sentence in wrong]
+    return kernels, left
 
 
 def _holds_copies(settled: SettledConfig) -> bool:

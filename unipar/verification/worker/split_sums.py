@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from typing_extensions import override
 
 _ATEN = torch.ops.aten
@@ -44,6 +44,8 @@ class _ProductsInParts(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # such as numbers in fp8: the product of the tensors inside is cut
         options = kwargs or {}
         if func is _ATEN.mm.default and not options:
             return self._product(torch.mm, *args)

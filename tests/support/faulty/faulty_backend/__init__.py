@@ -73,6 +73,9 @@ RESUME_FAULTS = ("moments-forgotten",)
 AVERAGE_FAULTS = ("stale-averages",)
 """Faults of an engine whose weights are averaged."""
 
+FP8_FAULTS = ("first-left-fp8", "late-left-fp8")
+"""Faults of an engine whose linear layers multiply in fp8."""
+
 
 class FaultyOptions(Section):
     fault: str = "none"
@@ -88,7 +91,7 @@ class Faulty(Backend):
         shards=("nothing",),
         variants={
             f: Variant(options={"fault": f}, shards=("nothing",), says=f"with the fault {f}")
-            for f in FAULTS + MESH_FAULTS + RESUME_FAULTS + AVERAGE_FAULTS
+            for f in FAULTS + MESH_FAULTS + RESUME_FAULTS + AVERAGE_FAULTS + FP8_FAULTS
         },
         axes={"tensor": ("nothing",), "pipeline": ("nothing",), "context": ("nothing",), "expert": ("nothing",)},
         devices=("cpu",),

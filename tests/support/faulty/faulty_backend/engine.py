@@ -347,6 +347,34 @@ class StaleAverages(DelegatingEngine):
         yield from self.copies
 
 
+class FirstLeftFp8(DelegatingEngine):
+    """A library puts its own linear layer in the place of one, as those for inference do."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        module: Any = part.module
+        old = module.blocks[1].up
+        new = nn.Linear(old.in_features, old.out_features, device="meta")
+        new.weight, new.bias = old.weight, old.bias
+        module.blocks[1].up = new
+        super().__init__(HealthyDDP(part, config, world))
+
+
+class LateLeftFp8(DelegatingEngine):
+    """A layer turns back into a plain one after the second step, without a word."""
+
+    def __init__(self, part: Part, config: Config, world: World) -> None:
+        self.module: Any = part.module
+        self.steps = 0
+        super().__init__(HealthyDDP(part, config, world))
+
+    @override
+    def step(self, fn: LossFn, micros: Sequence[Micro], factor: Factor, mark: Mark) -> Step:
+        self.steps += 1
+        if self.steps == 3:
+            self.module.blocks[0].down.__class__ = nn.Linear
+        return self.inner.step(fn, micros, factor, mark)
+
+
 KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "none": HealthyDDP,
     "other-start": OtherStart,
@@ -370,4 +398,6 @@ KINDS: dict[str, Callable[[Part, Config, World], Engine]] = {
     "nameless": Nameless,
     "moments-forgotten": MomentsForgotten,
     "stale-averages": StaleAverages,
+    "first-left-fp8": FirstLeftFp8,
+    "late-left-fp8": LateLeftFp8,
 }
