@@ -312,10 +312,16 @@ def rows_of_table(table: str) -> list[Row]:
     return [row for row in rows if row.says != "-"]
 
 
-def written(page: str, rows: Sequence[Row]) -> str:
-    """Return the page with these rows in place of its own of the same models and strategies."""
+def written(page: str, table: str) -> str:
+    """Return the page with this table in place of its own."""
     before, _, rest = page.partition("<!-- table -->\n")
-    table, _, after = rest.partition("<!-- end -->\n")
+    after = rest.partition("<!-- end -->\n")[2]
+    return f"{before}<!-- table -->\n{table}\n<!-- end -->\n{after}"
+
+
+def with_rows_of_page(page: str, rows: Sequence[Row]) -> list[Row]:
+    """Return these rows, and those of the page of other models and strategies."""
+    table = page.partition("<!-- table -->\n")[2].partition("<!-- end -->\n")[0]
     new = {(row.model, row.strategy) for row in rows}
     kept = [row for row in rows_of_table(table) if (row.model, row.strategy) not in new]
     models = [*SUBJECTS]
@@ -323,8 +329,7 @@ def written(page: str, rows: Sequence[Row]) -> str:
     def place(row: Row) -> tuple[int, int]:
         return models.index(row.model), [*SUBJECTS[row.model].strategies].index(row.strategy)
 
-    every = sorted([*kept, *rows], key=place)
-    return f"{before}<!-- table -->\n{page_rows(every)}\n<!-- end -->\n{after}"
+    return sorted([*kept, *rows], key=place)
 
 
 def main(words: Sequence[str]) -> int:
@@ -365,7 +370,8 @@ def main(words: Sequence[str]) -> int:
         + (f"; {wrong} DISAGREE or FAILED" if wrong else "")
     )
     if given.write and given.drawn is None:
-        PAGE.write_text(written(PAGE.read_text("utf-8"), rows), "utf-8")
+        page = PAGE.read_text("utf-8")
+        PAGE.write_text(written(page, page_rows(with_rows_of_page(page, rows))), "utf-8")
         print(f"written: {PAGE.relative_to(ROOT)}")
     return 1 if wrong or not rows else 0
 

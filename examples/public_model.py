@@ -8,6 +8,7 @@ files of the hub. docs/recipes.md has all recipes.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class PublicModel(unipar.Task):
         `tokens`: file of 32-bit numbers. `lora`: rank of adapters over frozen weights in `base`; 0: all is trained.
         `chunks`: parts of a sequence whose logits are computed one after the other, and again in backward.
         """
-        self.family, self.sizes, self.length, self.tokens = family, sizes, length, tokens
+        self.family, self.sizes, self.words, self.tokens = family, sizes, length, tokens
         self.lora, self.targets, self.chunks, self.base = lora, targets, chunks, base
 
     def model(self) -> nn.Module:
@@ -54,9 +55,9 @@ class PublicModel(unipar.Task):
 
     def data(self) -> list[Tensor]:
         if self.tokens is None:
-            return [torch.zeros(self.length, dtype=torch.int32)] * 4096
-        tokens = torch.from_file(self.tokens, size=0, dtype=torch.int32)
-        return list(tokens[: len(tokens) // self.length * self.length].view(-1, self.length))
+            return [torch.zeros(self.words, dtype=torch.int32)] * 4096
+        tokens = torch.from_file(self.tokens, size=Path(self.tokens).stat().st_size // 4, dtype=torch.int32)
+        return list(tokens[: len(tokens) // self.words * self.words].view(-1, self.words))
 
     def weight(self, batch: Tensor) -> float:
         return float(batch[:, 1:].numel())  # the first token is not predicted

@@ -88,11 +88,11 @@ def options_of(config: Config) -> DeepSpeedOptions:
 
 def _neutral_offload(config: Config) -> dict[str, OffloadDevice]:
     """Return the options that model.offload stands for."""
-    if config.model.offload == "none":
+    if config.model.offloaded_state == "none":
         return {}
     return {
         "offload_optimizer": "cpu",
-        "offload_parameters": "cpu" if config.model.offload == "parameters" else "none",
+        "offload_parameters": "cpu" if config.model.offloaded_state == "parameters" else "none",
     }
 
 
@@ -174,7 +174,7 @@ def deepspeed_option_refusals(config: Config) -> Iterator[str]:
 
 
 def _offload_refusals(config: Config, options: DeepSpeedOptions, stage: int) -> Iterator[str]:
-    optimizer, parameters, neutral = options.offload_optimizer, options.offload_parameters, config.model.offload
+    optimizer, parameters, neutral = options.offload_optimizer, options.offload_parameters, config.model.offloaded_state
     for name, wanted in _neutral_offload(config).items():
         if (value := getattr(options, name)) != wanted:
             yield (

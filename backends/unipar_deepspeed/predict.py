@@ -31,7 +31,7 @@ def predict_zero(config: Config, timeline: StepTimeline, ranks: int, *, device: 
     """Return what the fullest of this many ranks holds and sends; raise Unsupported for what has no closed form."""
     stage = SHARDS.index(config.parallel.shard)
     axes = config.parallel.axes
-    offload, split = f"model.offload: {config.model.offload}", f"parallel ({axes})"
+    offload, split = f"model.offload: {config.model.offloaded_state}", f"parallel ({axes})"
     planned = (offload,) if axes.expert > 1 else (offload, split)
     divided = (
         ["model.compile under ZeRO 3, which divides what is compiled,"] if _divides_compiled(config, stage) else []

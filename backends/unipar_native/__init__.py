@@ -116,7 +116,7 @@ class Native(Backend):
 
     @override
     def refuse(self, config: Config) -> Iterator[str]:
-        if config.model.offload == "optimizer":
+        if config.model.offloaded_state == "optimizer":
             yield (
                 "model.offload: optimizer is not available: FSDP2 moves parameters, gradients and the optimizer's "
                 "states together; say model.offload: parameters"
@@ -262,7 +262,7 @@ def fsdp_settings(config: Config) -> dict[str, Any]:
         "reshard_after_backward": "after the last microbatch" if once else True,
         "requires_gradient_sync": "in the last microbatch" if once else True,
         "mp_policy": mixed,
-        "offload_policy": "CPUOffloadPolicy" if config.model.offload == "parameters" else None,
+        "offload_policy": "CPUOffloadPolicy" if config.model.offloaded_state == "parameters" else None,
         "blocks": config.model.blocks,
     }
 
@@ -284,8 +284,9 @@ def _data_parallel_refusals(config: Config) -> Iterator[str]:
         )
     if config.train.local_steps is not None:
         yield f"train.local_steps: {config.train.local_steps} is not available: nn.DataParallel is one process"
-    forwards = [f"model.recompute: {model.recompute}"] * (model.recompute != "none")
+    forwards = [f"model.recompute: {model.recomputes}"] * (model.recomputes != "none")
     forwards += ["model.compile"] * (model.compiling is not None)
+    forwards += ["model.offload: activations"] * model.offloads_activations
     for key in forwards:
         yield f"{key} is not available: nn.DataParallel's copies would call the original's forward; leave it out"
     if model.sync_batchnorm:

@@ -39,7 +39,7 @@ class FSDP2Engine(ShardedEngine):
         mixed = config.train.precision == "bf16-master"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
         settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": shard == "parameters"}
-        if config.model.offload == "parameters":
+        if config.model.offloaded_state == "parameters":
             settings["offload_policy"] = CPUOffloadPolicy()
         mesh = _create_mesh(world, config.parallel.shard_over)
         shell = _shard_model(part, world, mesh, settings)

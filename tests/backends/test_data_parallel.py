@@ -106,6 +106,9 @@ def test_a_launcher_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> Non
          "leave it out"),
         ({"model": {"compile": "blocks"}},
          "model.compile is not available: nn.DataParallel's copies would call the original's forward; leave it out"),
+        ({"model": {"offload": "activations"}},
+         "model.offload: activations is not available: nn.DataParallel's copies would call the original's forward; "
+         "leave it out"),
         ({"model": {"sync_batchnorm": True}},
          "model.sync_batchnorm: true has no effect: it works between processes, and this is one; leave it out"),
     ],

@@ -24,6 +24,7 @@ from benchmarks.mesh import (
     row_of_verdict,
     rows_of,
     shared_server,
+    with_rows_of_page,
     written,
 )
 from unipar.results.verdicts import Finding, Verdict
@@ -101,7 +102,9 @@ def test_written_rows_replace_those_of_the_same_model_and_strategy() -> None:
     ]
     new = [Row("bert", TENSOR, False, True, "refused: no cut"), Row("gpt2", PIPELINE, True, False, "7 digits, 0.10")]
     page = f"a\n<!-- table -->\n{page_rows(old)}\n<!-- end -->\nb\n"
-    assert written(page, new) == f"a\n<!-- table -->\n{page_rows([new[1], new[0], *old[1:]])}\n<!-- end -->\nb\n"
+    rows = [new[1], new[0], *old[1:]]
+    assert with_rows_of_page(page, new) == rows
+    assert written(page, page_rows(rows)) == f"a\n<!-- table -->\n{page_rows(rows)}\n<!-- end -->\nb\n"
 
 
 def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:

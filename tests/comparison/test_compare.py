@@ -136,7 +136,10 @@ def test_a_backend_that_nobody_offers_is_an_error() -> None:
 def test_one_process_never_offloads() -> None:
     """The reference keeps on its device what strategies offload."""
     found = chosen("deepspeed/gradients", model={"offload": "optimizer"}, device="cuda")
-    assert (found["single"][0].note, found["single"][1].config.model.offload) == ("without model.offload", "none")
+    assert (found["single"][0].note, found["single"][1].config.model.offload) == (
+        "without model.offload: optimizer",
+        "none",
+    )
     assert found["deepspeed/gradients"][1].config.model.offload == "optimizer"
 
 

@@ -199,7 +199,8 @@ def test_changes_that_are_refused(config: Reader, change: str, sentence: str) ->
         ),
         (
             "model:\n  recompute: block\n",
-            "x.yaml: model.recompute (line 12): wanted none, blocks or selective, got 'block'; did you mean 'blocks'?",
+            "x.yaml: model.recompute (line 12): wanted none, blocks, selective, a list, each text or {fit: ...}, got "
+            "'block'; did you mean 'blocks'?",
         ),
     ],
 )

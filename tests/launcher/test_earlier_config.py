@@ -39,7 +39,7 @@ def write(**changes: Any) -> None:
 
 def command(*sets: str, strategy: str | None = None, out: str | None = None) -> PreparedRun:
     """The run of `unipar run x.yaml` with these --set, --backend and --out."""
-    source = read_config_file(FILE, [*sets], strategy, out, runs=True)
+    source = read_config_file([FILE], [*sets], strategy, out, runs=True)
     return PreparedRun.of(prepare(source), overwrite=False)
 
 
@@ -202,9 +202,9 @@ def test_a_checkpoint_of_another_run() -> None:
 def test_a_run_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     """The reported case, played: it saves every 3 steps as before, and shows it before its first step."""
     write(checkpoint=None, backend="single", parallel={"data": 1})
-    source = read_config_file(FILE, ["checkpoint.every=3", "train.steps=6"], runs=True)
+    source = read_config_file([FILE], ["checkpoint.every=3", "train.steps=6"], runs=True)
     unipar.launch(source, quiet=True)
-    source = read_config_file(FILE, [RESUME, "train.steps=9", "batch.total=16"], runs=True)
+    source = read_config_file([FILE], [RESUME, "train.steps=9", "batch.total=16"], runs=True)
     unipar.launch(source)
     (row,) = rows_of(Path("runs/x"), "config")
     assert row["said"] == [
@@ -224,7 +224,7 @@ def test_explain_shows_what_is_kept() -> None:
     """With the origin of the key, before the run goes on."""
     write(checkpoint=None)
     begun(command("checkpoint.every=3"))
-    shown = explain_config(read_config_file(FILE, [RESUME], runs=True)).values
+    shown = explain_config(read_config_file([FILE], [RESUME], runs=True)).values
     assert [(row.value, row.origin) for row in shown if row.key == "checkpoint.every"] == [
         (3, "kept from the run before")
     ]

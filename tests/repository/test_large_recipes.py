@@ -6,7 +6,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -106,14 +106,24 @@ def test_logits_in_chunks_have_the_loss_of_all(monkeypatch: pytest.MonkeyPatch, 
         torch.manual_seed(0)
         task: Any = PublicModel("llama", sizes, 16, lora=lora, targets=["q_proj"], chunks=chunks)
         assert isinstance(task, unipar.Task)
-        model = task.model().float()
+        model = cast(Any, task.model()).float()
         batch = torch.arange(32).view(2, 16) % 50
         loss = task.loss(model, batch)
         loss.backward()
-        return float(loss.detach()), [p.grad for p in model.parameters() if p.requires_grad]
+        return float(loss.detach()), [p.grad for p in model.parameters() if p.grad is not None]
 
     (whole, expected), (parts, found) = trained(1), trained(3)
     assert parts == pytest.approx(whole, rel=1e-6)
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_rows_are_cut_from_a_file_of_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row has as many tokens as `length` says; tokens at the end that fill no row are left out."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from public_model import PublicModel  # pyright: ignore[reportMissingImports]
+
+    (tmp_path / "tokens.bin").write_bytes(torch.arange(10, dtype=torch.int32).numpy().tobytes())
+    task: Any = PublicModel("llama", {}, 3, tokens=str(tmp_path / "tokens.bin"))
+    assert [row.tolist() for row in task.data()] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]

@@ -315,6 +315,9 @@ SETTINGS: Mapping[str, Setting] = {
     "log.trace.steps": Setting(value=[2, 3], test=f"{_TRACED}::test_microbatches_and_parts_of_the_update"),
     "log.trace.ranks": Setting(
         value=[0], beside={"log.trace.steps": [2, 3]}, test=f"{_TRACED}::test_two_ranks_of_which_one_is_traced"),
+    "model.recompute.fit": Setting(
+        value="1GiB", test="tests/training/test_recompute_fit.py::test_a_run_recomputes_what_was_chosen",
+    ),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -243,7 +243,7 @@ def test_a_short_model_is_whole_again() -> None:
         assert list(model) == [whole[0], whole[1], whole[5]]
         assert model[2] is whole[5]
         assert model.get_submodule("5") is whole[5]
-        assert list(model[1:]) == [whole[1], whole[5]]
+        assert list(cast("nn.Sequential", model[1:])) == [whole[1], whole[5]]
     assert list(model) == whole
     assert type(model) is nn.Sequential
 

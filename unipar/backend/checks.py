@@ -26,7 +26,7 @@ from unipar.backend.offered_strategies import (
     strategy_of,
 )
 from unipar.backend.precision import FP8_RECIPES
-from unipar.backend.refusals import conditions_of, refusals_met
+from unipar.backend.refusals import OFFLOADED_ACTIVATIONS, REFUSALS_OF_MODEL, conditions_of, refusals_met
 from unipar.backend.registry import backend_names, find_backend, why_not_installed
 from unipar.config import SHARDS, Config, Precision, Section, Shard, Strategy
 from unipar.config.config import Trace
@@ -362,6 +362,9 @@ def list_refusals(backend: Backend, config: Config, strategy: Strategy) -> Itera
             yield f"{conditions[key]} is not available here, only in {', '.join(have)}"
     yield from refuse_axes(backend, strategy)
     yield from refusals_met(conditions)
+    yield from refusals_met(conditions, REFUSALS_OF_MODEL)
+    if kind == "mps" and config.model.offloads_activations:
+        yield f"{OFFLOADED_ACTIVATIONS} is not available with device: mps, which has no memory of its own; leave it out"
     if kind == "cpu":
         yield from _refuse_on_cpu(config)
     if precision in FP8_RECIPES and kind not in ("auto", "cpu", "cuda"):
@@ -438,4 +441,5 @@ def _refuse_on_cpu(config: Config) -> Iterator[str]:
     if config.model.sync_batchnorm:
         yield "model.sync_batchnorm: true needs CUDA: torch's SyncBatchNorm accepts no CPU tensors; leave it out"
     if config.model.offload != "none":
-        yield f"model.offload: {config.model.offload} needs CUDA: on the CPU everything is in host memory; leave it out"
+        offload = yaml_word(config.model.offload)
+        yield f"model.offload: {offload} needs CUDA: on the CPU everything is in host memory; leave it out"

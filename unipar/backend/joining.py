@@ -55,7 +55,7 @@ def choose_transport(config: Config, device: torch.device) -> str:
     if transport == "gloo" or (":" in config.device and ACCELERATORS[device.type].can_be_shared):
         return "gloo"
     # gloo beside nccl under offload: norms are summed over tensors in host memory
-    return transport if config.model.offload == "none" else f"cpu:gloo,{device.type}:{transport}"
+    return transport if config.model.offloaded_state == "none" else f"cpu:gloo,{device.type}:{transport}"
 
 
 def _check_own_devices(world: World) -> None:

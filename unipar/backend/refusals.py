@@ -17,6 +17,9 @@ ALL: Final = "all"
 TRAITS: Final = ("whole_matrices", "moments_in_blocks", "moments_in_bf16")
 """Features that are traits of `OptimizerSettings`."""
 
+OFFLOADED_ACTIVATIONS: Final = "model.offload: activations"
+"""Condition: what autograd saves in blocks is kept in host memory."""
+
 Refusals = Mapping[str, Mapping[str, tuple[str, str]]]
 """Reason and way out, by feature and by what cannot carry it; either may be empty.
 
@@ -82,6 +85,17 @@ REFUSALS: Refusals = {
 }
 """Refusals of all backends, and of export. A backend has a table of its own beside this one."""
 
+REFUSALS_OF_MODEL: Refusals = {
+    OFFLOADED_ACTIVATIONS: {
+        "model.recompute: selective": (
+            "torch keeps results of its operations where autograd's hooks do not see them",
+            "take recompute: blocks, whose inputs are moved",
+        ),
+        "model.compile: model": ("blocks do not run one by one", "say compile: blocks"),
+    },
+}
+"""Refusals of all backends between keys of `model`."""
+
 
 def conditions_of(config: Config) -> dict[str, str]:
     """Return conditions that a config meets, each with the words for it in a sentence."""
@@ -94,9 +108,9 @@ def conditions_of(config: Config) -> dict[str, str]:
         "parallel.sequence": parallel.sequence or None,
         "train.precision": train.precision,
         "train.local_steps": train.local_steps,
-        "model.offload": None if model.offload == "none" else model.offload,
+        "model.offload": None if model.offloaded_state == "none" else model.offloaded_state,
         "model.sync_batchnorm": model.sync_batchnorm or None,
-        "model.recompute": model.recompute,
+        "model.recompute": model.recomputes,
         "model.compile": model.compiling and model.compiling.what,
     }
     keys = {key: f"{key}: {yaml_word(value)}" for key, value in values.items() if value is not None}
@@ -107,6 +121,8 @@ def conditions_of(config: Config) -> dict[str, str]:
         if getattr(its, trait)
     }
     plain = {"model.compile": "model.compile"} if "model.compile" in keys else {}  # its value may be a section
+    if model.offloads_activations:
+        plain[OFFLOADED_ACTIVATIONS] = OFFLOADED_ACTIVATIONS
     return {**traits, **keys, **{words: words for words in keys.values()}, **plain}
 
 

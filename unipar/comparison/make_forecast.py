@@ -190,7 +190,8 @@ class Forecaster:
 
     def _forecast(self, name: str, at: SettledConfig) -> StrategyForecast:
         planner = self._planner(at.config)
-        row = planner.row(at.strategy, planner.request(at.config, at.ranks, at.sizes))
+        request = planner.request(at.config, at.ranks, at.sizes)
+        row = planner.fitted(request)[0].row(at.strategy, request)
         sent: dict[str, dict[str, int]] = {}
         for volume in row.sent:
             of = sent.setdefault(volume.axis, {})
@@ -226,12 +227,12 @@ class Forecaster:
         return planner
 
     def _new_planner(self, config: Config) -> StrategyPlanner:
-        from unipar.training.fake_run.token_traces import traces_of
+        from unipar.training.fake_run.recompute_fit import trace_all
 
-        traces = traces_of(traced_config(config, self.asked.device), self.compared.sizes.micro, self.task)
+        traces, recompute = trace_all(traced_config(config, self.asked.device), self.compared.sizes.micro, self.task)
         base = self.compared.config.changed({"train.precision": config.train.precision})
         limits = PlanLimits(self.asked.memory, self.asked.headroom)
-        return StrategyPlanner(base, traces, self.asked.device, limits, None, self.asked.per)
+        return StrategyPlanner(base, traces, self.asked.device, limits, None, self.asked.per, recompute)
 
     def _other_worlds(self, planner: StrategyPlanner, at: SettledConfig) -> Iterator[ForecastWorld]:
         """Yield a strategy's peak on other numbers of ranks; nothing for a strategy of one process."""
@@ -254,7 +255,7 @@ class Forecaster:
                 if batch is self._batches[-1]:
                     raise
                 continue  # the total batch cannot be divided among so many
-            step = scaled.predict(request)
+            step = scaled.fitted(request)[0].predict(request)
             fullest = max(step.phases, key=lambda phase: phase.peak)
             return _world_of(fullest, step.late, ranks, request.sizes)
         raise AssertionError("the last batch is planned, or its error raised")

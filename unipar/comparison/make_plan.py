@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unipar.planning.plan import Plan
     from unipar.planning.planned_strategy import PlannedStrategy
     from unipar.planning.speed import StepSpeed
+    from unipar.training.fake_run.recompute_fit import RecomputeTraces
     from unipar.training.fake_run.task_traces import PredictedStep, TaskTraces
     from unipar.training.fake_run.token_traces import TokenTraces
     from unipar.training.fake_run.trace_task import TracedTask
@@ -184,6 +185,9 @@ class StrategyPlanner:
     per: int | None = None
     """Ranks of a machine; None: as `machine` says, or the config's `machines`."""
 
+    recompute: RecomputeTraces | None = None
+    """Fake steps among which `model.recompute: {fit: ...}` chooses; None: there is nothing to choose."""
+
     @property
     def traced(self) -> TracedTask:
         """The whole model's step."""
@@ -193,12 +197,21 @@ class StrategyPlanner:
     def trace(
         cls, config: Config, device: PlannedDevice, limits: PlanLimits, machine: Machine | None
     ) -> StrategyPlanner:
-        from unipar.training.fake_run.token_traces import traces_of
+        from unipar.training.fake_run.recompute_fit import trace_all
 
         micro = config.batch.micro
         traced = traced_config(config, device)
-        traces = traces_of(traced, micro if isinstance(micro, int) else config.batch.settle(1).micro)
-        return cls(config, traces, device, limits, machine)
+        traces, recompute = trace_all(traced, micro if isinstance(micro, int) else config.batch.settle(1).micro)
+        return cls(config, traces, device, limits, machine, recompute=recompute)
+
+    def fitted(self, request: PredictionRequest) -> tuple[StrategyPlanner, str]:
+        """Return the planner with as few blocks recomputed as `fit` asks for, and what it has chosen in a sentence."""
+        if self.recompute is None:
+            return self, ""
+        from unipar.training.fake_run.recompute_fit import choose_recomputed
+
+        choice = choose_recomputed(request, self.recompute)
+        return replace(self, traces=self.recompute.of(choice.recompute), recompute=None), choice.says
 
     def rows(self, strategy: Strategy, ranks: int) -> Iterator[PlannedStrategy]:
         """Yield the row of a strategy on this many ranks; none for a strategy of one process on several."""
@@ -207,7 +220,9 @@ class StrategyPlanner:
         if backend_strategies.is_single_process(strategy) and ranks > 1:
             return
         try:
-            yield self.row(strategy, self.settle(strategy, ranks))
+            request = self.settle(strategy, ranks)
+            planner, recomputed = self.fitted(request)
+            yield replace(planner.row(strategy, request), recomputed=recomputed)
         except UniparError as e:
             yield PlannedStrategy(str(strategy), ranks, refusal=str(e).replace("\n", " "))
 
@@ -246,6 +261,7 @@ class StrategyPlanner:
         yield from self.traced.assumed
         yield from self.traces.describe()
         yield from self.traces.notes_on_experts()
+        yield from (f"{row.strategy} on {row.ranks}: {row.recomputed}" for row in rows if row.recomputed)
         if not self.traced.even:
             yield UNEVEN
         if self.device == "cuda" and self.traces.compiled:

@@ -82,6 +82,7 @@ _TRAINER: Mapping[str, str] = {
     "bf16 fp16": _PRECISION,
     "tf32": "leave it out: set torch.backends.fp32_precision in your task's file; `unipar verify` states what it found",
     "gradient_checkpointing activation_checkpointing": _RECOMPUTE,
+    "activation_offloading enable_activation_offloading": "write model.offload: activations",
     "gradient_checkpointing_kwargs": "leave it out: model.recompute: blocks recomputes without reentry",
     "torch_compile": _COMPILE,
     "torch_compile_backend": "write model.compile: {what: blocks, backend: inductor}",

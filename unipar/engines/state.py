@@ -84,13 +84,16 @@ def buffer_pieces(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
 
 
 def module_holdings(model: nn.Module) -> Iterator[Holding]:
-    """Yield buffers, and tensors that the user's code keeps as attributes of modules."""
+    """Yield buffers, tensors that the user's code keeps as attributes of modules, and offloaded activations."""
     for name, b in model.named_buffers():
         yield Holding("buffers", name, b)
     for prefix, module in model.named_modules():
         for name, value in plain_attributes(module).items():
             for tensor in _find_tensors(value):
                 yield Holding("buffers", f"{prefix}.{name}".removeprefix("."), tensor)
+        saved = getattr(module.__dict__.get("forward"), "unipar_saved", None)
+        for tensor in saved() if saved is not None else ():
+            yield Holding("activations", f"saved in {prefix}", tensor)
 
 
 def _find_tensors(value: Any) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TextIO
+from typing import Any, BinaryIO, Final, Self, TextIO
 
 from unipar.model.weight_file import describe_loaded_weights
 from unipar.results.run_traces import HOW_TO_OPEN, list_traces
@@ -29,6 +29,9 @@ SECONDS_BETWEEN_LINES = 30.0
 
 MOST_CHANGES = 12
 """Largest number of lines on how the config of a run that goes on differs from before."""
+
+_SAID_EVENTS: Final = ("training mode", "precision", "recomputed blocks", "data", "tracker", "memory", "read on")
+"""Events whose sentence is shown as it stands."""
 
 
 class FileTail:
@@ -182,7 +185,15 @@ class Progress:
             self.say(f"work: {row['said']}")
         elif row["event"] == "compiler":
             self.say(f"{row['what']}: {row['why']}")
-        elif row["event"] in ("training mode", "precision", "data", "tracker", "memory", "read on"):
+        elif row["event"] in (
+            "training mode",
+            "precision",
+            "recomputed blocks",
+            "data",
+            "tracker",
+            "memory",
+            "read on",
+        ):
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
         elif row["event"] == "trace":
             for trace in list_traces({0: [row]}, self._run):

@@ -57,8 +57,9 @@ def _in_one_process(config: Config) -> dict[str, tuple[str, str]]:
     changes: dict[str, tuple[str, str]] = {}
     if config.train.precision == "bf16-master":
         changes["train.precision"] = "fp32", "in fp32: one process keeps no second copy of the weights"
-    if config.model.offload != "none":
-        changes["model.offload"] = "none", "without model.offload"
+    if (state := config.model.offloaded_state) != "none":
+        left = "activations" if config.model.offloads_activations else "none"
+        changes["model.offload"] = left, f"without model.offload: {state}"
     return changes
 
 

@@ -1,9 +1,10 @@
-"""Changes to a model in place before a library takes it: recomputing, compiling, SyncBatchNorm."""
+"""Changes to a model in place before a library takes it: recomputing, compiling, offloading, SyncBatchNorm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from unipar.config import Config
-from unipar.config.sections.model import Compile
+from unipar.config.sections.model import Compile, Model
 from unipar.errors import ConfigError
+from unipar.model.activation_offload import offload_activations
+from unipar.utils.text import first_few
 
 _ATEN: Any = torch.ops.aten
 OPERATIONS_SAVED: tuple[Any, ...] = (
@@ -41,18 +44,33 @@ def apply_transforms(module: nn.Module, blocks: Sequence[str], config: Config) -
     wanted = config.model
     if wanted.sync_batchnorm:
         _convert_batchnorms(module)
-    if wanted.recompute != "none":
-        if not blocks:
-            raise ConfigError(
-                f"model.recompute: {wanted.recompute} recomputes block by block, and the model has no blocks: name "
-                "them in model.blocks or in the task's blocks(), or leave recompute out"
-            )
-        for name in blocks:
-            _recompute_forward(module.get_submodule(name), selective=wanted.recompute == "selective")
+    for name in blocks_to_recompute(blocks, wanted):
+        _recompute_forward(module.get_submodule(name), selective=wanted.recomputes == "selective")
     if wanted.compiling is not None:
         for part in parts_to_compile(module, blocks, wanted.compiling):
             # not part.compile(): it has no effect on modules of torch.nn itself, and would compile the libraries' hooks
             part.forward = torch.compile(part.forward, backend=wanted.compiling.backend)
+    if wanted.offloads_activations:
+        offload_activations(module, blocks)
+
+
+def blocks_to_recompute(blocks: Sequence[str], wanted: Model) -> Sequence[str]:
+    """Return the blocks that are recomputed: all under `fit`, until it is settled; raise ConfigError without any."""
+    if wanted.recomputes == "none":
+        return ()
+    if not blocks:
+        raise ConfigError(
+            f"model.recompute: {wanted.recomputes} recomputes block by block, and the model has no blocks: name "
+            "them in model.blocks or in the task's blocks(), or leave recompute out"
+        )
+    if not isinstance(wanted.recompute, tuple):
+        return blocks
+    for pattern in wanted.recompute:
+        if not any(fnmatchcase(name, pattern) for name in blocks):
+            raise ConfigError(
+                f"model.recompute: no block of the model is called {pattern!r}; it has {first_few(blocks, most=8)}"
+            )
+    return [name for name in blocks if any(fnmatchcase(name, pattern) for pattern in wanted.recompute)]
 
 
 def parts_to_compile(module: nn.Module, blocks: Sequence[str], settings: Compile) -> Sequence[nn.Module]:
@@ -101,7 +119,7 @@ def _recompute_forward(block: nn.Module, *, selective: bool) -> None:
         own: dict[str, Any] = {"context_fn": contexts} if selective or norms or SURROUNDINGS else {}
         return checkpoint(inner[0], *args, use_reentrant=False, **own, **kwargs)
 
-    forward.__dict__["unipar_inner"] = inner  # an engine may wrap what is recomputed
+    forward.__dict__.update(unipar_inner=inner, unipar_recomputes=True)  # an engine may wrap what is recomputed
     block.forward = forward
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
-from unipar.prediction.timeline import CommVolume, Moment
+from unipar.prediction.terms import pinned_bytes
+from unipar.prediction.timeline import CommVolume, MemoryPlace, Moment, Term
 
 CopyOnCPU = Literal["gloo", "oneDNN"]
 """What copies tensors on the CPU: gloo those that it sends, and oneDNN those of a convolution."""
@@ -37,6 +38,9 @@ class AllocatedBlock:
 
     copied_by: CopyOnCPU | None = None
     """Library that makes it, if it is a copy that is made on the CPU alone."""
+
+    place: MemoryPlace = "device"
+    """Place of its bytes: those of `model.offload: activations` are on the host."""
 
     def size(self, micro: int) -> int:
         """Return its bytes in a microbatch of this many samples."""
@@ -97,16 +101,26 @@ class Activations:
     @cached_property
     def _changes(self) -> Any:
         changes = np.zeros((self.ticks + 1, 2))
-        for block in self.blocks:
+        for block in (block for block in self.blocks if block.place == "device"):
             changes[block.born] += (block.base, block.slope)
             if block.died is not None:
                 changes[block.died + 1] -= (block.base, block.slope)
         return changes
 
     def alive(self, tick: int) -> Sequence[AllocatedBlock]:
-        """Return the blocks that are there at a tick."""
+        """Return the blocks that are on the device at a tick."""
         born, died = self._lives
-        return [self.blocks[number] for number in np.nonzero((born <= tick) & (died >= tick))[0]]
+        there = (self.blocks[number] for number in np.nonzero((born <= tick) & (died >= tick))[0])
+        return [block for block in there if block.place == "device"]
+
+    def on_host(self, micro: int, microbatches: int) -> Iterator[Term]:
+        """Yield what this many microbatches keep on the host, each from one moment of the step to another."""
+        ticks = [tick for tick, _ in self.moments]
+        for block in (block for block in self.blocks if block.place == "host"):
+            until = None if block.died is None else bisect_right(ticks, block.died)
+            size = microbatches * pinned_bytes(block.size(micro))
+            name = f"saved in {block.where}" if microbatches == 1 else f"saved in {block.where}, {microbatches} times"
+            yield Term("activations", name, size, bisect_right(ticks, block.born) - 1, until, "host")
 
     @cached_property
     def _lives(self) -> tuple[Any, Any]:

@@ -74,10 +74,12 @@ class OffloadedBytes:
         return sum(term.size for term in self.terms)
 
 
-def predict_offloaded(timeline: StepTimeline, prediction: Prediction) -> Iterator[OffloadedBytes]:
-    """Yield what lies on the host and on the disk; nothing where there is nothing."""
+def predict_offloaded(
+    timeline: StepTimeline, prediction: Prediction, activations: Sequence[Term] = ()
+) -> Iterator[OffloadedBytes]:
+    """Yield what lies on the host and on the disk; nothing where there is nothing. `activations`: those on the host."""
     for place in OUTSIDE_DEVICE:
-        if terms := prediction.at(place):
+        if terms := (*prediction.at(place), *(term for term in activations if term.place == place)):
             fullest = int(np.argmax(_bytes_of_terms(terms, len(timeline.moments))))
             there = [term for term in terms if term.is_there(fullest)]
             yield OffloadedBytes(place, tuple(sorted(there, key=lambda term: -term.size)))

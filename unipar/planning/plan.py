@@ -70,6 +70,7 @@ def _row_as_json(row: PlannedStrategy) -> dict[str, Any]:
         "refusal": row.refusal,
         "micro": row.micro,
         "largest_micro": row.largest,
+        "recomputed": row.recomputed,
         "to_fit": row.ways,
         "sent": [asdict(volume) for volume in row.sent],
         "speed": None if (s := row.speed) is None else {**asdict(s), "seconds": s.seconds, "rate": s.rate},

@@ -59,6 +59,9 @@ class PlannedStrategy:
     offloaded: tuple[OffloadedBytes, ...] = ()
     """Bytes of a rank on the host and on the disk."""
 
+    recomputed: str = ""
+    """Blocks that `model.recompute: {fit: ...}` chooses, in a sentence; empty without it."""
+
     simplicity: tuple[int, ...] = ()
     """Place in the order of simplicity: smaller is simpler."""
 

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from unipar.config.sections.strategy import PipelineSchedule
 from unipar.planning.activations import Activations
 from unipar.planning.peaks import PHASES, PlannedMemory, PredictedPeak, StepSpan, built_peak, positions_of
-from unipar.planning.pipeline_order import TurnWay, order_of_rank
+from unipar.planning.pipeline_order import TurnWay, microbatches_in_flight, order_of_rank
 from unipar.prediction.timeline import PredictedPhase, Prediction, StepTimeline, Term, TurnOfStep
 
 Line = tuple[float, float]
@@ -148,6 +148,19 @@ class PlannedRank:
         place = next((place for place, stage in enumerate(self.stages) if stage.uses_rest), 0)
         ended = (TurnOfStep("update", 0, microbatches - 1),) * len(self.stages)
         return fullest | {StepState((span,), place, ended): () for span in ("update", "steady")}
+
+    def on_host(self, micro: int, microbatches: int) -> Iterator[Term]:
+        """Yield the activations that are kept on the host, of as many microbatches as are in flight at most."""
+        most = [1] * len(self.stages) if self.schedule is None else self._most_in_flight(microbatches)
+        for stage, number in zip(self.stages, most, strict=True):
+            yield from stage.activations.on_host(micro, number)
+
+    def _most_in_flight(self, microbatches: int) -> list[int]:
+        """Return the most microbatches that wait for their backward, or run it, in each stage."""
+        assert self.schedule is not None
+        order = order_of_rank(self.schedule, self.ranks, self.rank, microbatches, len(self.stages))
+        places = range(len(self.stages))
+        return [microbatches_in_flight([turn for n, turn in order if n // self.ranks == place]) for place in places]
 
     def sent(self, span: StepSpan, microbatches: int, micro: int) -> Iterator[Term]:
         """Yield what torch holds for what stages send to each other."""

@@ -120,7 +120,7 @@ def refuse_unplanned(strategy: str, config: Config, *more: str, planned: Collect
     parallel, model = config.parallel, config.model
     settings = {
         f"parallel ({parallel.axes})": parallel.axes.split,
-        f"model.offload: {model.offload}": model.offload != "none",
+        f"model.offload: {model.offloaded_state}": model.offloaded_state != "none",
     }
     if unplanned := [*(what for what, is_set in settings.items() if is_set and what not in planned), *more]:
         raise Unsupported(strategy, [not_planned_yet(what) for what in unplanned])

@@ -68,7 +68,7 @@ def predict_fsdp2(
         reshard=shard == "parameters",
         reshard_rest=shard == "parameters" and reshard_rest,
         once=shard == "optimizer",
-        offloaded=config.model.offload == "parameters",
+        offloaded=config.model.offloaded_state == "parameters",
         in_copies=over < ranks,
     )
     fp64 = clips_in_fp64(config)

@@ -19,12 +19,13 @@ from unipar.backend.file_values import RestoredValues, set_file_values
 from unipar.backend.offered_strategies import ONE
 from unipar.backend.precision import FP8_RECIPES
 from unipar.config import Config
+from unipar.config.sections.model import RecomputeFit
 from unipar.config.settled import SettledConfig
 from unipar.distributed.device import device_name, forget_peaks, has_own_memory, release_unused_memory
 from unipar.distributed.place import Place
 from unipar.distributed.world import World, leave_current_world
 from unipar.engines.averages.engine import with_averages
-from unipar.errors import BackendNotInstalled, Stopped, TaskError
+from unipar.errors import BackendNotInstalled, ConfigError, Stopped, TaskError
 from unipar.model.blocks import find_blocks
 from unipar.model.create import combine_parts, create_parts, refuse_devices_by_hand
 from unipar.model.fp8_linears import choose_kernel, convert_to_fp8, fp8_linears_of
@@ -45,11 +46,13 @@ from unipar.tracking.writer import TrackerWriter
 from unipar.training.local_batches import first_microbatch, first_microbatches
 from unipar.training.out_of_memory import explain_out_of_memory, is_out_of_memory
 from unipar.training.stopping import stop_on_signals, stop_reason
+from unipar.training.task_facts import prepare_task
 from unipar.training.trained_parts import OfOptimizer, TrainedPart, tied_names
 from unipar.training.training_run import TrainingRun
 from unipar.training.watch.state_watch import watched_dtypes
 from unipar.utils.malloc_settings import is_malloc_set_by_environment, keep_freed_memory
 from unipar.utils.procfs import anonymous_memory, peak_resident_bytes
+from unipar.utils.seeding import kept_random_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from unipar.data.microbatch_loader import MicrobatchLoader
     from unipar.memory.recording.memory_log import StepMemory
     from unipar.model.safetensors_files import SafetensorsFiles
+    from unipar.training.fake_run.recompute_fit import Recompute, RecomputeChoice
     from unipar.training.resuming import ChosenCheckpoint
 
 
@@ -83,6 +87,10 @@ def open_run(
     with stop_on_signals(deadline), RunLog(run_log_path(run, place.rank)) as run_log, ExitStack() as failed:
         if place.size == 1 or not place.started_by_unipar:
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
+        recompute: RecomputeChoice | str | None = None
+        if isinstance(config.model.recompute, RecomputeFit) and config.parallel.axes.split and place.rank == 0:
+            prepare_task(task)
+            recompute = _plan_recompute(settled, task)  # later its process groups would be in the way
         with _explain_import_error(backend):
             world = backend.join(settled.on_device, place)
         if world.device.type == "cpu" and not is_malloc_set_by_environment():
@@ -93,7 +101,10 @@ def open_run(
         watcher = _make_step_memory(config, backend, world, run, heartbeat, run_log)
         config_values = config.model_dump(mode="json")
         trackers = TrackerWriter(config.log.to, run, place.rank, config_values, run_log.note, after=after)
-        resumes, build = chosen is not None, partial(build_run, settled, backend, task, world, heartbeat=heartbeat)
+        resumes, build = (
+            chosen is not None,
+            partial(build_run, settled, backend, task, world, heartbeat=heartbeat, recompute=recompute),
+        )
         with explain_out_of_memory(run, place.rank):
             tried = _try_largest(build, world, run_log, trackers) if config.batch.memory_check else None
             live = build(run_log=run_log, trackers=trackers, resumes=resumes)
@@ -275,12 +286,13 @@ def build_run(
     resumes: bool = False,
     prepared: bool = False,
     counts: bool = True,
+    recompute: RecomputeChoice | str | None = None,
 ) -> TrainingRun:
     """Create the model, its engines (by `build`, if given, instead of the backend) and the run, in a joined world.
 
     `resumes`: a checkpoint is read next, so that the model needs neither values nor the file of `model.weights`.
     `prepared`: the task's `prepare` was called; again, it might write what another rank reads. `counts`: the operations
-    of a step are counted in the first.
+    of a step are counted in the first. `recompute`: what `_plan_recompute` has returned on rank 0; None: it is called.
     """
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
@@ -290,6 +302,10 @@ def build_run(
     world.lay(**config.parallel.axes.sizes)
     if not prepared:
         _prepare_once_per_machine(task, world)
+    if isinstance(config.model.recompute, RecomputeFit):
+        if recompute is None and world.rank == 0:
+            recompute = _plan_recompute(settled, task)
+        config = config.changed({"model.recompute": _share_recompute(recompute, world, run_log)})
     base = anonymous_memory()
     may_be_empty = build is None and backend.fills_from_files(config)
     modules, loaded, files = _create_model(task, config, world, resumes=resumes, may_be_empty=may_be_empty)
@@ -350,6 +366,28 @@ def build_run(
     return TrainingRun(
         task, parts, world, config, sizes, run_log=run_log, heartbeat=heartbeat, trackers=trackers, work=work
     )
+
+
+def _plan_recompute(settled: SettledConfig, task: Task) -> RecomputeChoice | str:
+    """Return the blocks that a plan chooses to recompute, or the sentence of the error."""
+    from unipar.training.fake_run.recompute_fit import choose_for_run
+
+    with kept_random_state():
+        try:
+            return choose_for_run(settled, task)
+        except ConfigError as e:
+            return str(e)
+
+
+def _share_recompute(choice: RecomputeChoice | str | None, world: World, run_log: RunLog) -> Recompute:
+    """Return the blocks that rank 0 has chosen to recompute, and note them; raise ConfigError on all ranks."""
+    choice = world.tell_objects(choice, 0)
+    assert choice is not None
+    if isinstance(choice, str):
+        raise ConfigError(choice)
+    if world.rank == 0:
+        run_log.note("recomputed blocks", said=choice.says, names=list(choice.names))
+    return choice.recompute
 
 
 def _make_observer(config: Config, modules: Mapping[str, nn.Module], world: World) -> StepObserver:

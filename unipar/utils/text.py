@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, cast
 
 
 def format_duration(seconds: float) -> str:
@@ -160,6 +160,8 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 def yaml_word(value: object) -> str:
     """Return a plain value as a config file has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(yaml_word, cast('tuple[object, ...]', value)))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
+from unipar.model.activation_offload import hooks_of_saved_tensors
+
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or vars(dist)["all_gather_into_tensor"]  # before torch 2.13
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or vars(dist)["reduce_scatter_tensor"]
 _unseen: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage] - a plan's mode has no part here
@@ -171,14 +173,9 @@ class GatheredInput:
         """Return what a function makes of the whole."""
         if self._again is None:
             return product(self.whole)
-        outer = _hooks_of_saved_tensors(False)
+        outer = hooks_of_saved_tensors(False)
         with saved_tensors_hooks(_packing(self._again, self.whole, outer), partial(_unpack, outer)):
             return product(self.whole)
-
-
-_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not have it  # pyright: ignore[reportPrivateUsage]
-_hooks_of_saved_tensors: Any = _autograd._top_saved_tensors_default_hooks
-"""Function that returns the hooks of the innermost `saved_tensors_hooks`; None without one."""
 
 
 def _packing(again: _Again, full: Tensor, outer: Any) -> Callable[[Tensor], Any]:

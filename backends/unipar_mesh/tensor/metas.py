@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def meta_block(block: nn.Module) -> nn.Module:
-    """Return a copy of a block without values, and without what recomputes or compiles its forward."""
+    """Return a copy of a block without values, and without what recomputes, compiles or offloads its forward."""
     memo: dict[int, Any] = {}
     for module in block.modules():
         for _, p in module.named_parameters(recurse=False):

@@ -231,9 +231,10 @@ def _set(module: Any, name: str, value: Any) -> Undo:
 
 
 def _wrap(block: Any, entered: _Entered, calls: _RewrittenCalls, parts: BlockParts | None) -> Undo:
-    """Wrap the block's forward, inside what recomputes or compiles it."""
+    """Wrap the block's forward, inside what recomputes, compiles or offloads it."""
     outer = block.__dict__.get("forward")
     inner: list[Callable[..., Any]] | None = getattr(outer, "unipar_inner", None)
+    recomputes: bool = getattr(outer, "unipar_recomputes", False)
     plain: Callable[..., Any] = block.forward if inner is None else inner[0]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -251,13 +252,13 @@ def _wrap(block: Any, entered: _Entered, calls: _RewrittenCalls, parts: BlockPar
         return out if parts is None else parts.leave(out)
 
     if parts is not None:
-        parts.keep_wholes = inner is not None
+        parts.keep_wholes = recomputes
     if inner is None:
         return replace_forward(block, forward)
     inner[0] = forward
-    replaced = (
-        None if parts is None else replace_forward(block, _recomputing_on_plain(cast("Callable[..., Any]", outer)))
-    )
+    replaced: Undo | None = None
+    if recomputes and parts is not None:
+        replaced = replace_forward(block, _recomputing_on_plain(cast("Callable[..., Any]", outer)))
 
     def undo() -> None:
         inner[0] = plain

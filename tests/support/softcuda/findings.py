@@ -64,7 +64,7 @@ def _write(kind: str, text: str) -> None:
 
 def _stack() -> list[str]:
     """Return the innermost lines that are neither torch's nor ours."""
-    frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    frame: Any = sys._getframe()  # pyright: ignore[reportPrivateUsage] - a thread of autograd's has no other
     lines: list[str] = []
     while frame is not None and len(lines) < 4:
         file = str(frame.f_code.co_filename)

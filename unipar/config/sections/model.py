@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from unipar.config.sections.section import Section
+from unipar.config.sections.size import Bytes
+
+Offloaded = Literal["optimizer", "parameters", "activations"]
 
 
 class Compile(Section):
@@ -17,6 +20,13 @@ class Compile(Section):
 
     backend: str = "inductor"
     """torch.compile's backend."""
+
+
+class RecomputeFit(Section):
+    """Config section `model.recompute`."""
+
+    fit: Bytes
+    """Memory of a rank, such as 76GiB: only as many blocks are recomputed, the first ones, as the plan needs for it."""
 
 
 class Weights(Section):
@@ -44,9 +54,12 @@ class Model(Section):
     """The repeated blocks, split one by one if parameters are split. auto: detected; none: the model is not divided
     into blocks; or their names, `*` allowed: `["layers.*"]`."""
 
-    recompute: Literal["none", "blocks", "selective"] = "none"
+    recompute: (
+        Literal["none", "blocks", "selective"] | Annotated[tuple[str, ...], Field(strict=False)] | RecomputeFit
+    ) = "none"
     """Activations that the backward pass computes again instead of keeping them. blocks: all in each block; selective:
-    all in each block except those of matrix products, convolutions and attention."""
+    all in each block except those of matrix products, convolutions and attention; names of blocks, `*` allowed: all in
+    these, `["layers.0", "layers.1"]`; {fit: 76GiB}: all in as many blocks as the plan needs."""
 
     compile: bool | Literal["blocks", "model"] | Compile = False
     """torch.compile on each block, or on the model; true: blocks if the model has any, else the model."""
@@ -55,9 +68,40 @@ class Model(Section):
     """Whether BatchNorm uses the statistics of a microbatch on all ranks together, instead of on each rank; CUDA
     only."""
 
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-    """State that is kept in host memory while the device does not need it; CUDA only. optimizer: its states;
-    parameters: parameters, gradients and optimizer states."""
+    offload: Literal["none"] | Offloaded | Annotated[tuple[Offloaded, ...], Field(strict=False)] = "none"
+    """Tensors that are kept in host memory while the device does not need them; CUDA only. optimizer: its states;
+    parameters: parameters, gradients and optimizer states; activations: those that autograd saves in the blocks, until
+    their backward; or activations beside one of the others: `[parameters, activations]`."""
+
+    @model_validator(mode="after")
+    def _one_state(self) -> Self:
+        if isinstance(self.offload, tuple) and sorted(self.offload) not in (
+            ["activations", "optimizer"],
+            ["activations", "parameters"],
+        ):
+            raise ValueError(
+                f"offload: [{', '.join(self.offload)}] is no pair of state and activations: write "
+                "[optimizer, activations], [parameters, activations] (parameters has the optimizer's states, too), or "
+                "one word"
+            )
+        return self
+
+    @property
+    def offloaded_state(self) -> Literal["none", "optimizer", "parameters"]:
+        """State that is kept in host memory."""
+        if isinstance(self.offload, tuple):
+            return "parameters" if "parameters" in self.offload else "optimizer"
+        return "none" if self.offload == "activations" else self.offload
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what autograd saves in the blocks is kept in host memory until backward."""
+        return "activations" in self.offload  # a word, or one of two
+
+    @property
+    def recomputes(self) -> Literal["none", "blocks", "selective"]:
+        """What is recomputed in the blocks, in all of them or in some."""
+        return self.recompute if isinstance(self.recompute, str) else "blocks"
 
     @property
     def compiling(self) -> Compile | None:

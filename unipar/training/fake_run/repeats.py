@@ -95,7 +95,8 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         shapes = tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors)
         signature.append((name, type(module), tuple(settings), shapes))
-    return tuple(signature)
+    recomputed = hasattr(block.__dict__.get("forward"), "unipar_recomputes")
+    return (*signature, recomputed)
 
 
 @final

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from unipar.planning.activations import CopyOnCPU
 from unipar.planning.cpu_copies import copies_in_operation
-from unipar.prediction.timeline import Moment, MomentKind, PredictedPhase
+from unipar.prediction.timeline import MemoryPlace, Moment, MomentKind, PredictedPhase
 from unipar.profiling.flops import count_operations
 
 
@@ -45,6 +45,8 @@ class FakeBlock:
     copied_by: CopyOnCPU | None = None
     """Library that makes it, if it is a copy that is made on the CPU alone."""
 
+    place: MemoryPlace = "device"
+
 
 class Work(NamedTuple):
     """Counts of what was computed."""
@@ -60,9 +62,9 @@ class Work(NamedTuple):
 
 
 def levels_of(blocks: Sequence[FakeBlock], ticks: int) -> Any:
-    """Return the bytes that are allocated at each of this many ticks."""
+    """Return the bytes that are allocated on the device at each of this many ticks."""
     changes = np.zeros(ticks + 1, dtype=np.int64)
-    for block in blocks:
+    for block in (block for block in blocks if block.place == "device"):
         changes[block.born] += block.size
         if block.died is not None:
             changes[block.died + 1] -= block.size
@@ -207,11 +209,12 @@ class StepRecorder(TorchDispatchMode):
             return NotImplemented  # such as states in blocks: what they do with the tensors inside is seen instead
         out = func(*args, **(kwargs or {}))
         self._count(func, args, kwargs or {}, out)
+        place: MemoryPlace = "host" if (kwargs or {}).get("pin_memory") else "device"
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
-                self._see(t, func)
-        if func is torch.ops.aten.add_.Tensor and (place := self._sums.pop(_key(args[0]), None)) is not None:
-            number, block = place
+                self._see(t, func, place)
+        if func is torch.ops.aten.add_.Tensor and (sum_of := self._sums.pop(_key(args[0]), None)) is not None:
+            number, block = sum_of
             self.note("gradient", block, number)
             self.note("taken", block, number)
         for size, name, made_by in copies_in_operation(func, args, out):
@@ -233,7 +236,7 @@ class StepRecorder(TorchDispatchMode):
         """Name of the module that runs."""
         return self._modules[-1] if self._modules else ""
 
-    def _see(self, t: Tensor, func: Any) -> None:
+    def _see(self, t: Tensor, func: Any, place: MemoryPlace) -> None:
         storage = t.untyped_storage()
         key = _key(t)
         if key in self._live or key in self._kept:
@@ -241,7 +244,7 @@ class StepRecorder(TorchDispatchMode):
                 self._views.append((self._parameters[key], weakref.ref(t)))
             return
         number = len(self.blocks)
-        self.blocks.append(FakeBlock(storage.nbytes(), func.__name__, self._where, self.ticks))
+        self.blocks.append(FakeBlock(storage.nbytes(), func.__name__, self._where, self.ticks, place=place))
         self.ticks += 1
         self._live[key] = number
         weakref.finalize(storage, self._gone, key, number)

@@ -200,7 +200,7 @@ class TaskTraces:
             count_across(sent, request.config, request.ranks, request.ranks_per_machine),
             traced,
             late,
-            tuple(predict_offloaded(last.timeline, last.prediction)),
+            tuple(predict_offloaded(last.timeline, last.prediction, list(rank.on_host(sizes.micro, sizes.accumulate)))),
         )
 
     def _last_microbatch(self, request: PredictionRequest, traced: TracedTask, microbatches: int) -> PlannedMemory:

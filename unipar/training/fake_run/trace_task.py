@@ -309,6 +309,7 @@ def _combine_blocks(one: FakeBlock, other: FakeBlock, size: Line) -> AllocatedBl
         died=min(ends, default=None),
         becomes_gradient=one.is_gradient,
         copied_by=one.copied_by,
+        place=one.place,
     )
 
 
@@ -319,7 +320,7 @@ def line_through(first: tuple[int, int], second: tuple[int, int]) -> Line:
 
 
 def _what(block: FakeBlock) -> tuple[object, ...]:
-    return block.operation, block.born, block.is_gradient
+    return block.operation, block.born, block.is_gradient, block.place
 
 
 def _is_even(activations: Activations, third: FakeStep) -> bool:

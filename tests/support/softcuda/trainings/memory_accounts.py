@@ -91,8 +91,12 @@ def check_accounts(
     trainings: Sequence[EmulatedTraining] = TRAININGS,
     ranks: int = 2,
     task: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, AccountCheck]:
-    """Return the check of each strategy that has this precision on so many ranks, by its name; and of one process."""
+    """Return the check of each strategy that has this precision on so many ranks, by its name; and of one process.
+
+    `task`, `model`: sections of the config in place of the usual ones.
+    """
     strategies = [t.strategy for t in trainings if precision in t.precisions and t.ranks == ranks]
     if not strategies:
         return {}
@@ -100,6 +104,7 @@ def check_accounts(
         settings = EmulatedTraining("", ranks=ranks).settings(precision, Path(folder) / "run")
         settings["task"] = {**settings["task"], "use": PLAIN_TASK} if task is None else dict(task)
         settings["train"]["steps"], settings["compare"] = STEPS_RECORDED, {"repeat": 1}
+        settings["model"] = dict(model or {})
         code = CODE.format(settings=json.dumps(settings), strategies=strategies)
         run = device.run(code, devices=ranks, timeout=TIMEOUT)
     assert run.result, run.stderr

@@ -77,6 +77,10 @@ class EmulatedTraining:
         made.setdefault("parallel", {})["data"] = self.ranks
         return made
 
+    def beside(self, model: Mapping[str, Any]) -> EmulatedTraining:
+        """Return the same training with further keys in the section `model`."""
+        return replace(self, more={**self.more, "model": {**self.more.get("model", {}), **model}})
+
     def run(self, device: EmulatedDevice, precision: str, folder: Path) -> EmulatedRun:
         """Train on the emulated device."""
         settings = json.dumps(self.settings(precision, folder / "run"))
@@ -186,6 +190,29 @@ FEATURES = (
     *(training for strategy in ONE_OF_EACH for training in _other_tasks(strategy)),
 )  # fmt: skip
 """What is beside a strategy; where one process with AdamW is no measure, the numbers need only be numbers."""
+
+
+DEEPER = {"task": {"use": f"{STEPWISE}:StepwiseGPT", "args": {**SIZES, "layers": 4}}}
+FULL = {**DEEPER, "data": {"last_batch": "drop"}}
+RECOMPUTED = {**DEEPER, "model": {"recompute": "blocks"}}
+OFFLOADED = (
+    *(
+        EmulatedTraining(strategy, DEEPER)
+        for strategy in (
+            "native/nothing", "native/gradients", "native/parameters", "native/nothing+tensor2",
+            "native/nothing+pipeline2", "native/nothing+context2", "native/nothing+tensor2+sequence",
+            "deepspeed/nothing", "deepspeed/gradients", "deepspeed/parameters", "deepspeed/nothing+tensor2",
+            "accelerate/nothing", "accelerate/parameters",
+        )
+    ),
+    EmulatedTraining("single", DEEPER, ranks=1),
+    EmulatedTraining("native/nothing+pipeline2+zerobubble", FULL),
+    EmulatedTraining("native/nothing+pipeline2+interleaved", FULL),
+    *(EmulatedTraining(strategy, RECOMPUTED) for strategy in ("native/parameters", "native/nothing+tensor2+sequence")),
+    EmulatedTraining("native/nothing", {**DEEPER, **COMPILED}),
+    EmulatedTraining("deepspeed/parameters", {**DEEPER, **COMPILED}),
+)  # fmt: skip
+"""Trainings in which activations may wait in host memory."""
 
 
 def losses_of_one_process(forks: Forks, folder: Path) -> list[float]:

@@ -347,6 +347,7 @@ def _explain_strategy(
 ) -> StrategyExplanation:
     from unipar.backend import checks, registry
     from unipar.backend import offered_strategies as strategies
+    from unipar.config.sections.model import RecomputeFit
     from unipar.errors import UniparError
 
     backend = registry.find_backend(strategy.backend)
@@ -365,9 +366,25 @@ def _explain_strategy(
         sizes = at.batch.settle(ranks // strategy.axes.ranks)
         lines = describe_split(at, sizes, backend)
         axes += [ExplainedValue("split of blocks", sentence, "derived on tensors without values") for sentence in lines]
+    if deep and isinstance(at.model.recompute, RecomputeFit):
+        axes.append(_explain_recompute(at, strategy, ranks))
     return StrategyExplanation(
         str(strategy), note, asdict(backend.dtypes(at)), backend.native_config(at, parameters), axes
     )
+
+
+def _explain_recompute(config: Config, strategy: Strategy, ranks: int) -> ExplainedValue:
+    """Return the blocks that `model.recompute: {fit: ...}` chooses, or why it cannot."""
+    from unipar.backend.resources import choose_device
+    from unipar.config.settled import SettledConfig
+    from unipar.errors import UniparError
+    from unipar.training.fake_run.recompute_fit import choose_for_run
+
+    try:
+        choice = choose_for_run(SettledConfig.of(config, strategy, ranks, choose_device(config)[0]))
+    except UniparError as e:
+        return ExplainedValue("recomputed blocks", None, str(e))
+    return ExplainedValue("recomputed blocks", list(choice.names), f"derived: {choice.says}")
 
 
 def _explain_axes(config: Config, strategy: Strategy, ranks: int) -> Iterator[ExplainedValue]:
