@@ -93,7 +93,7 @@ def _experts_beside_tensor(part: Part, inputs: Any, axes: Axes) -> Sequence[Expe
     if axes.tensor == 1:
         return ()
     try:
-        return find_experts(part, inputs, 1)
+        return [layer for layer in find_experts(part, inputs, 1) if layer.kind == "stacked"]
     except TaskError:
         return ()
 

@@ -26,6 +26,7 @@ from unipar.config import Config
 from unipar.errors import TaskError
 from unipar.training.task_facts import describe_split
 
+HERE = Path(__file__)
 TASKS = f"{ROOT}/tests/support/expert_models.py"
 
 
@@ -70,7 +71,7 @@ def test_layers_of_a_user() -> None:
         ExpertLayer(f"layers.{i}.mixture.experts", "stacked", EXPERTS) for i in (0, 1)
     ]
     assert layers_of(OfUser("list"), ranks=4) == [
-        ExpertLayer(f"layers.{i}.mixture.experts", "list", EXPERTS) for i in (0, 1)
+        ExpertLayer(f"layers.{i}.mixture.experts", "list", EXPERTS, like=0) for i in (0, 1)
     ]
     assert [layer.name for layer in layers_of(OfUser("list"), experts=["layers.1.mixture.experts"])] == [
         "layers.1.mixture.experts"
@@ -193,6 +194,17 @@ def losses(*args: Any, **more: Any) -> list[float]:
     return [loss for _, loss in unipar.launch(config_of(*args, **more), quiet=True).losses]
 
 
+class BesideMatrices(OfUser):
+    """A user's mixture, before which two matrices can be cut over `tensor`."""
+
+    @override
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        for layer in net.layers:
+            layer.mix = nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+        return net
+
+
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("task", "args", "parallel"),
@@ -210,6 +222,7 @@ def losses(*args: Any, **more: Any) -> list[float]:
             marks=pytest.mark.sweep,
         ),
         pytest.param("OfTransformers", {"auxiliary": False}, {"expert": 2, "context": 2}, marks=pytest.mark.sweep),
+        pytest.param(f"{HERE}:BesideMatrices", {"kind": "list"}, {"expert": 2, "tensor": 2}, marks=pytest.mark.sweep),
     ],
 )
 def test_training_is_that_of_one_process(

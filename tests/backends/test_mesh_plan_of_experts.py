@@ -185,17 +185,38 @@ def test_the_proof_adds_up_gradients(traces: TaskTraces) -> None:
     assert built("native/nothing+expert2") == built("native/nothing+context2") + size
 
 
-def test_lists_of_experts_are_refused() -> None:
-    """Their rows are chosen by value; the sentence says what measures them."""
-    task = {"use": f"{ROOT}/tests/support/expert_models.py:OfUser", "args": {"kind": "list"}}
-    given_list = {**given(), "task": task}
-    traces = TaskTraces(load_given_config(given_list).config, 2)
-    with pytest.raises(TaskError) as e:
-        traces.of(in_strategy("native/nothing+expert2", 2, given_list))
-    assert str(e.value) == (
-        "plan: the experts of layers.0.mixture are a list of modules, which get their rows by value, and a plan under "
-        "parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
+LISTED = {**given(), "task": {"use": f"{ROOT}/tests/support/expert_models.py:OfUser", "args": {"kind": "list"}}}
+
+
+def test_lists_of_experts() -> None:
+    """Each of a rank's experts is a group; the others' are not there, and rows are spread evenly."""
+    traces = TaskTraces(load_given_config(LISTED).config, 2)
+    (traced,) = traces.of(config := in_strategy("native/parameters+expert2", 2, LISTED))
+    own = [f"layers.0.mixture.experts.{number}" for number in range(4)]
+    assert traced.timeline.blocks[:5] == (*own, "layers.0")
+    assert traced.timeline.experts == {0, 1, 2, 3, 5, 6, 7, 8}
+    assert [p.name for p in traced.timeline.parameters if p.name.startswith("layers.0.mixture.experts.")] == [
+        f"{expert}.{name}" for expert in own for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+    ]
+    assert [(s.axis, s.slope, s.calls) for s in traced.sent] == [("expert", 2 * 2 * 2 * ROWS * WIDTH * 4, 2 * 5)]
+    step = traces.predict(PredictionRequest(config, 2, config.batch.settle(2), "cpu"))
+    expert = 4 * (2 * 24 * WIDTH + 24 + WIDTH)
+    rest = sum(p.size for p in traces.whole.timeline.parameters) - 2 * 8 * expert
+    padded = rest + (WIDTH + 1) * 4 + WIDTH * 4  # rows of two tables and of a bias of 61 words
+    assert step.phases[-1].held["parameters"] == padded // 2 + 2 * 4 * expert
+
+
+def test_lists_of_experts_that_are_not_planned() -> None:
+    """Matrices around them are found by a run without values; and a number of ranks must divide them."""
+    traces = TaskTraces(load_given_config(LISTED).config, 2)
+    with pytest.raises(TaskError) as tensor:
+        traces.of(in_strategy("native/nothing+tensor2+expert2", 4, LISTED))
+    assert str(tensor.value) == (
+        "plan: the experts layers.0.mixture.experts are a list of modules, which get their rows by value, and a plan "
+        "under parallel.tensor knows experts with stacked parameters: measure it (unipar compare)"
     )
+    with pytest.raises(TaskError, match=r"^parallel.expert: 3: layers.0.mixture.experts: 3 ranks do not divide its 8 "):
+        traces.of(in_strategy("native/nothing+expert3", 3, LISTED))
 
 
 def test_attention_that_does_not_run_on_a_part_is_refused() -> None:

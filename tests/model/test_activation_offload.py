@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from typing_extensions import override
 
 from unipar.backend import checks
 from unipar.config import Config
@@ -28,6 +29,7 @@ class Block(nn.Module):
         self.norm, self.up, self.gate = nn.LayerNorm(256), nn.Linear(256, 256), nn.Linear(256, 256)
         self.register_buffer("mask", torch.ones(16, 256))
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         return self.up(y) * self.gate(y) * self.mask

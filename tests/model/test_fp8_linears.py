@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from unipar.config import Config
 from unipar.errors import ConfigError, Inconsistent
+from unipar.model import fp8_linears
 from unipar.model.fp8_linears import Fp8Linears, choose_kernel, convert_to_fp8, fp8_linears_of
 
 CPU = torch.device("cpu")
@@ -255,7 +256,7 @@ def test_products_are_emulated_on_the_cpu() -> None:
 
 def test_a_gpu_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products in fp8 begin with compute capability 8.9."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value="NVIDIA A100-SXM4-80GB"))
+    monkeypatch.setattr(fp8_linears, "device_name", Mock(return_value="NVIDIA A100-SXM4-80GB"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=(8, 0)))
     with pytest.raises(ConfigError) as caught:
         choose_kernel(torch.device("cuda:0"))

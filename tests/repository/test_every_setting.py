@@ -44,7 +44,14 @@ def leaf_keys() -> list[str]:
     for name in registry.backend_names():
         if registry.find_backend(name).name in ("accelerate", "deepspeed", "horovod", "native"):
             keys |= dict.fromkeys(f"options.{name}.{key}" for key in registry.find_backend(name).options.model_fields)
-    both = ("train.clip", "model.weights", "model.compile", "train.parts", "task.args")  # a value, or a section
+    both = (
+        "train.clip",
+        "model.weights",
+        "model.compile",
+        "model.recompute",
+        "train.parts",
+        "task.args",
+    )  # a value, or a section
     return [key for key in keys if key in both or not any(other.startswith(f"{key}.") for other in keys)]
 
 

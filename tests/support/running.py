@@ -17,6 +17,7 @@ from unipar.backend import registry
 from unipar.backend.checks import settle
 from unipar.config import Config
 from unipar.distributed.place import Place
+from unipar.launcher.processes.recompute import plan_recompute
 from unipar.training.setup import open_run
 from unipar.training.training_run import TrainingRun
 
@@ -51,7 +52,8 @@ def running(task: unipar.Task, folder: Path, **sections: Any) -> Generator[Train
     place = Place(rank=0, size=1, local_rank=0, local_size=1, launcher="unipar")
     try:
         settled = settle(Config.model_validate(made), 1)
-        with open_run(settled, registry.find_backend(settled.strategy.backend), task, place, folder) as run:
+        backend = registry.find_backend(settled.strategy.backend)
+        with open_run(settled, backend, task, place, folder, plan_recompute=plan_recompute) as run:
             yield run
     finally:
         assert not torch.distributed.is_initialized(), "a run left its world behind"

@@ -18,9 +18,10 @@ from unipar.cli.commands.config.explain import explain_config
 from unipar.config import Config
 from unipar.config.config_source import load_given_config
 from unipar.errors import ConfigError
+from unipar.planning.recompute_choice import RecomputeChoice
 from unipar.run_folder.layout import run_log_path
 from unipar.run_folder.run_log import RunLog
-from unipar.training.fake_run.recompute_fit import RecomputeChoice, choose_for_run, find_fewest
+from unipar.training.fake_run.recompute_fit import choose_for_run, find_fewest
 
 
 class Block(nn.Module):
@@ -61,7 +62,12 @@ class Several(Deep):
 
 
 def config(fit: str, task: str = "Deep", **sections: Any) -> dict[str, Any]:
-    made = {"task": {"use": f"{__file__}:{task}"}, "device": "cpu", "batch": {"total": 8, "micro": 4}, **sections}
+    made: dict[str, Any] = {
+        "task": {"use": f"{__file__}:{task}"},
+        "device": "cpu",
+        "batch": {"total": 8, "micro": 4},
+        **sections,
+    }
     return {**made, "train": {"steps": 2}, "model": {"recompute": {"fit": fit}, **made.get("model", {})}}
 
 

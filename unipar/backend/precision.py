@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 FP8_RECIPES: Final[Mapping[Precision, str]] = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
 """torchao's recipe of each precision in which linear layers multiply in fp8."""
 
+FP8_MULTIPLE: Final = 16
+"""Number by which sizes of a product in fp8 must be divisible."""
+
 
 @dataclass(frozen=True)
 class Dtypes:

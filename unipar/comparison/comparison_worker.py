@@ -20,6 +20,7 @@ from unipar.distributed.device import synchronize
 from unipar.distributed.place import Place
 from unipar.errors import Stopped, TaskError
 from unipar.launcher.processes.group import CONTROL_MESSAGE_BYTES
+from unipar.launcher.processes.recompute import plan_recompute
 from unipar.launcher.processes.worker import exit_on_error
 from unipar.memory.account import RecordingPass, ResidentMemory
 from unipar.memory.recording.resident import measure_resident
@@ -47,7 +48,10 @@ def train_in_turns(place: Place, run: Path, control: socket.socket | None) -> No
     if watching is not None:
         import_module(f"{type(backend).__module__}.engine")  # its imports must not count as the model's memory
     met = watching and watching.begin
-    with open_run(settled, backend, task, place, run, met=met) as live, exit_on_error(run, place.rank, live):
+    with (
+        open_run(settled, backend, task, place, run, met=met, plan_recompute=plan_recompute) as live,
+        exit_on_error(run, place.rank, live),
+    ):
         if watching is not None:
             watching.follow(part.engine for part in live.parts.values())
         with watching.reading() if watching is not None else nullcontext():  # allocations here are not the training's

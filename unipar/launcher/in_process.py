@@ -22,6 +22,7 @@ from unipar.distributed.place import Place
 from unipar.errors import Stopped, UniparError, WorldMismatch
 from unipar.launcher.preparation.prepared_run import PreparedRun
 from unipar.launcher.processes.debugger import call_before_debugger, stop_drawing
+from unipar.launcher.processes.recompute import plan_recompute
 from unipar.launcher.processes.worker_arguments import die_with_parent
 from unipar.launcher.progress import Progress
 from unipar.run_folder.error_file import write_error
@@ -122,7 +123,15 @@ def training_in_process(plan: PreparedRun, task: Task) -> Generator[TrainingRun]
     try:
         with (
             _watching_machines(plan, place, run) as watch,
-            open_run(plan.settled, plan.backend, task, place, run, at_end=_run_log_exchange(plan, run)) as training,
+            open_run(
+                plan.settled,
+                plan.backend,
+                task,
+                place,
+                run,
+                at_end=_run_log_exchange(plan, run),
+                plan_recompute=plan_recompute,
+            ) as training,
             explain_out_of_memory(run, place.rank, training),
         ):
             if watch is not None:

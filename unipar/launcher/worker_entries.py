@@ -11,6 +11,7 @@ from pathlib import Path
 
 from unipar.distributed.place import Place
 from unipar.errors import TaskError
+from unipar.launcher.processes.recompute import plan_recompute
 from unipar.launcher.processes.worker import exit_on_error
 from unipar.launcher.worker_stdout import WorkerStdout
 
@@ -41,7 +42,10 @@ def train_task(place: Place, run: Path, control: socket.socket | None) -> None:
     if place.rank == 0:
         # after the import of the task: the parent has already printed what the user's file prints at its top level
         sys.stdout = WorkerStdout(sys.stdout, run)
-    with open_run(settled, backend, task, place, run) as training, exit_on_error(run, place.rank, training):
+    with (
+        open_run(settled, backend, task, place, run, plan_recompute=plan_recompute) as training,
+        exit_on_error(run, place.rank, training),
+    ):
         training.train()
 
 

@@ -21,8 +21,8 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from typing_extensions import override
 
+from unipar.backend.precision import FP8_MULTIPLE
 from unipar.errors import ConfigError
-from unipar.model.fp8_linears import MULTIPLE
 
 _PRODUCTS: Final = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 
@@ -44,9 +44,9 @@ class Fp8Linear(Float8Linear):
             return functional.linear(input.to(dtype), self.weight.to(dtype))
         rows = input.shape[:-1].numel()
         x = input.to(dtype)
-        if rows % MULTIPLE == 0:
+        if rows % FP8_MULTIPLE == 0:
             return super().forward(x)
-        padded = functional.pad(x.reshape(rows, input.shape[-1]), (0, 0, 0, -rows % MULTIPLE))
+        padded = functional.pad(x.reshape(rows, input.shape[-1]), (0, 0, 0, -rows % FP8_MULTIPLE))
         return super().forward(padded)[:rows].reshape(*input.shape[:-1], -1)
 
 
@@ -79,7 +79,7 @@ class ObservedFp8Linear(Fp8Linear):
     def _observe(self, x: Tensor) -> None:
         """Note what multiplies some rows of the input, in no one's sight: selective recomputing counts operations."""
         self._check_sizes()
-        rows = x.detach().reshape(-1, x.shape[-1])[:MULTIPLE]
+        rows = x.detach().reshape(-1, x.shape[-1])[:FP8_MULTIPLE]
         with torch.no_grad(), _disable_current_modes(), _Products() as products:
             super().forward(rows)
         self.kernel = products.kernel
@@ -89,10 +89,10 @@ class ObservedFp8Linear(Fp8Linear):
     def _check_sizes(self) -> None:
         """Raise ConfigError if a rank's part of the weight has sizes that an fp8 product refuses."""
         sizes = tuple(self.weight.shape)
-        if any(size % MULTIPLE for size in sizes):
+        if any(size % FP8_MULTIPLE for size in sizes):
             raise ConfigError(
-                f"train.precision: fp8 multiplies matrices whose sizes are divisible by {MULTIPLE}, and a rank's part "
-                f"of one of {self.out_features} x {self.in_features} is {sizes[0]} x {sizes[1]}: lower "
+                f"train.precision: fp8 multiplies matrices whose sizes are divisible by {FP8_MULTIPLE}, and a rank's "
+                f"part of one of {self.out_features} x {self.in_features} is {sizes[0]} x {sizes[1]}: lower "
                 "parallel.tensor, or take bf16-mixed"
             )
 
@@ -103,10 +103,10 @@ def _autocast_is_on(device: str) -> bool:
 
 def kernel_on(device: torch.device, recipe: str, *, emulate: bool) -> str | None:
     """Return what multiplies in a layer of its own on a device; None: nothing does in fp8."""
-    layer = nn.Linear(MULTIPLE, MULTIPLE, device=device)
+    layer = nn.Linear(FP8_MULTIPLE, FP8_MULTIPLE, device=device)
     make_fp8([layer], recipe, emulate=emulate, observed=True)
     with torch.autocast(device.type, torch.bfloat16):
-        layer(torch.ones(MULTIPLE, MULTIPLE, device=device))
+        layer(torch.ones(FP8_MULTIPLE, FP8_MULTIPLE, device=device))
     return cast(ObservedFp8Linear, layer).kernel
 
 

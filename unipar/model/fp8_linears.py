@@ -12,16 +12,14 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import nn
 
-from unipar.backend.precision import FP8_RECIPES
+from unipar.backend.precision import FP8_MULTIPLE, FP8_RECIPES
 from unipar.config import Config
+from unipar.distributed.device import device_name
 from unipar.errors import ConfigError, Inconsistent
 from unipar.utils.text import count_of, first_few, patterns_of
 
 Kernel = Literal["torch._scaled_mm", "emulated in fp32"]
 """What multiplies: the device's own product of fp8 numbers, or one in fp32 of numbers that were rounded to fp8."""
-
-MULTIPLE: Final = 16
-"""Number by which sizes of an fp8 product must be divisible."""
 
 OLDEST_CAPABILITY: Final = (8, 9)
 """Compute capability of the first NVIDIA GPUs (Ada) with products in fp8."""
@@ -122,7 +120,7 @@ def convert_to_fp8(
     if not linears:
         raise ConfigError(
             f"train.precision: {config.train.precision} multiplies in the linear layers of blocks whose sizes are both "
-            f"divisible by {MULTIPLE}, and none of the model's {count_of(len(every), 'linear layer')} is one"
+            f"divisible by {FP8_MULTIPLE}, and none of the model's {count_of(len(every), 'linear layer')} is one"
             + (f": {first_few([f'{name} ({why})' for name, why in reasons.items()])}" if every else "")
             + "; choose other sizes, name the blocks in model.blocks, or take bf16-mixed"
         )
@@ -146,12 +144,12 @@ def choose_kernel(device: torch.device, precision: str = "fp8") -> Kernel:
             f"train.precision: {precision} needs CUDA, or the CPU for trials, and this is {device.type}: "
             "take bf16-mixed"
         )
-    capability = torch.cuda.get_device_capability(device)
+    capability = torch.get_device_module(device).get_device_capability(device)
     if torch.version.hip is None and capability < OLDEST_CAPABILITY:
         wanted, own = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, capability))
         raise ConfigError(
             f"train.precision: {precision} needs a GPU of compute capability {wanted} or more, and "
-            f"{torch.cuda.get_device_name(device)} has {own}: take bf16-mixed, or try fp8 with device: cpu, where "
+            f"{device_name(device)} has {own}: take bf16-mixed, or try fp8 with device: cpu, where "
             "it is emulated"
         )
     return "torch._scaled_mm"
@@ -165,8 +163,8 @@ def _why_left(name: str, linear: nn.Linear, blocks: Sequence[str], last: str) ->
         return "the last"
     if type(linear) is not nn.Linear or "forward" in linear.__dict__:
         return f"{type(linear).__name__} with a forward of its own"
-    if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
-        return f"{linear.in_features} to {linear.out_features}, not divisible by {MULTIPLE}"
+    if linear.in_features % FP8_MULTIPLE or linear.out_features % FP8_MULTIPLE:
+        return f"{linear.in_features} to {linear.out_features}, not divisible by {FP8_MULTIPLE}"
     return ""
 
 

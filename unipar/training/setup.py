@@ -35,6 +35,7 @@ from unipar.model.pretrained import LoadedWeights, load_weights, point_to_weight
 from unipar.model.state_names import state_names
 from unipar.model.transforms import apply_transforms
 from unipar.planning.machines.device_peaks import find_device_peaks
+from unipar.planning.recompute_choice import Recompute, RecomputeChoice
 from unipar.profiling.fake_model import FakeModel
 from unipar.profiling.observer import StepObserver
 from unipar.run_folder.heartbeat import HeartbeatWriter
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from unipar.data.microbatch_loader import MicrobatchLoader
     from unipar.memory.recording.memory_log import StepMemory
     from unipar.model.safetensors_files import SafetensorsFiles
-    from unipar.training.fake_run.recompute_fit import Recompute, RecomputeChoice
     from unipar.training.resuming import ChosenCheckpoint
 
 
@@ -74,11 +74,13 @@ def open_run(
     *,
     met: Callable[[World, HeartbeatWriter], None] | None = None,
     at_end: Callable[[World], None] | None = None,
+    plan_recompute: Callable[[SettledConfig, Task], RecomputeChoice] | None = None,
 ) -> Generator[TrainingRun]:
     """Context manager: a run that is ready to train; if the body succeeds, the world is closed on exit.
 
     `backend` is that of the settled strategy. `met` is called when the ranks have met, before anything is built;
-    `at_end` when this rank's run log is complete.
+    `at_end` when this rank's run log is complete. `plan_recompute` chooses blocks under `model.recompute: {fit: ...}`;
+    without it all are recomputed.
     """
     config = settled.config
     heartbeat = HeartbeatWriter(heartbeat_path(run, place.rank))
@@ -88,9 +90,8 @@ def open_run(
         if place.size == 1 or not place.started_by_unipar:
             failed.callback(leave_current_world)  # such a process may go on after an error; unipar's workers exit
         recompute: RecomputeChoice | str | None = None
-        if isinstance(config.model.recompute, RecomputeFit) and config.parallel.axes.split and place.rank == 0:
-            prepare_task(task)
-            recompute = _plan_recompute(settled, task)  # later its process groups would be in the way
+        if isinstance(config.model.recompute, RecomputeFit) and plan_recompute is not None:
+            recompute = _try_plan(plan_recompute, settled, task) if place.rank == 0 else ""
         with _explain_import_error(backend):
             world = backend.join(settled.on_device, place)
         if world.device.type == "cpu" and not is_malloc_set_by_environment():
@@ -292,7 +293,7 @@ def build_run(
 
     `resumes`: a checkpoint is read next, so that the model needs neither values nor the file of `model.weights`.
     `prepared`: the task's `prepare` was called; again, it might write what another rank reads. `counts`: the operations
-    of a step are counted in the first. `recompute`: what `_plan_recompute` has returned on rank 0; None: it is called.
+    of a step are counted in the first. `recompute`: choice of rank 0 under `fit`, or its error; None: there is none.
     """
     config, sizes = settled.config, settled.sizes
     if config.eval.every and not task.defines("validation"):
@@ -302,9 +303,7 @@ def build_run(
     world.lay(**config.parallel.axes.sizes)
     if not prepared:
         _prepare_once_per_machine(task, world)
-    if isinstance(config.model.recompute, RecomputeFit):
-        if recompute is None and world.rank == 0:
-            recompute = _plan_recompute(settled, task)
+    if recompute is not None:
         config = config.changed({"model.recompute": _share_recompute(recompute, world, run_log)})
     base = anonymous_memory()
     may_be_empty = build is None and backend.fills_from_files(config)
@@ -368,21 +367,24 @@ def build_run(
     )
 
 
-def _plan_recompute(settled: SettledConfig, task: Task) -> RecomputeChoice | str:
-    """Return the blocks that a plan chooses to recompute, or the sentence of the error."""
-    from unipar.training.fake_run.recompute_fit import choose_for_run
+def _try_plan(
+    plan: Callable[[SettledConfig, Task], RecomputeChoice], settled: SettledConfig, task: Task
+) -> RecomputeChoice | str:
+    """Return the blocks that a plan chooses to recompute, or the sentence of its error, for all ranks.
 
+    Ranks meet behind it: the plan of a split model has process groups of its own.
+    """
+    prepare_task(task)
     with kept_random_state():
         try:
-            return choose_for_run(settled, task)
+            return plan(settled, task)
         except ConfigError as e:
             return str(e)
 
 
-def _share_recompute(choice: RecomputeChoice | str | None, world: World, run_log: RunLog) -> Recompute:
+def _share_recompute(choice: RecomputeChoice | str, world: World, run_log: RunLog) -> Recompute:
     """Return the blocks that rank 0 has chosen to recompute, and note them; raise ConfigError on all ranks."""
     choice = world.tell_objects(choice, 0)
-    assert choice is not None
     if isinstance(choice, str):
         raise ConfigError(choice)
     if world.rank == 0:

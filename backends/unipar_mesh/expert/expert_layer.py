@@ -34,6 +34,9 @@ class ExpertLayer:
     counts: tuple[str, ...] = ()
     """Attributes of such a module that are the number of its experts."""
 
+    like: PlaceInCall | None = None
+    """Where the module that calls a list has an argument of the shape that it returns; None: it has none."""
+
     def own(self, seat: int, ranks: int) -> range:
         """Return the experts of one of `ranks` ranks."""
         each = self.experts // ranks
@@ -88,20 +91,27 @@ def with_arguments(
 
 @contextmanager
 def experts_left_out(model: nn.Module, layers: Sequence[ExpertLayer]) -> Generator[None]:
-    """Context manager: modules with stacked parameters return their rows, whose shapes are known without values."""
-    modules = [model.get_submodule(layer.name) for layer in layers if layer.kind == "stacked"]
-    places = [layer.places for layer in layers if layer.kind == "stacked"]
+    """Context manager: modules with stacked parameters return their rows, whose shapes are known without values.
+
+    So do modules that call lists of experts, if an argument has the shape of what they return.
+    """
+    places: dict[str, PlaceInCall] = {}
+    for layer in layers:
+        if layer.kind == "stacked":
+            places[layer.name] = layer.places[0]
+        elif layer.like is not None:
+            places[layer.name.rpartition(".")[0]] = layer.like
     try:
-        for module, where in zip(modules, places, strict=True):
-            module.forward = partial(_rows_of_call, where)
+        for name, place in places.items():
+            model.get_submodule(name).forward = partial(_argument_of_call, place)
         yield
     finally:
-        for module in modules:
-            del module.forward
+        for name in places:
+            del model.get_submodule(name).forward
 
 
-def _rows_of_call(places: PlacesOfExpertCall, *args: Any, **kwargs: Any) -> Tensor:
-    return arguments_at(places, args, kwargs)[0].clone()
+def _argument_of_call(place: PlaceInCall, *args: Any, **kwargs: Any) -> Tensor:
+    return (args[place] if isinstance(place, int) else kwargs[place]).clone()
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def find_experts(part: Part, batch: Any, ranks: int) -> list[ExpertLayer]:
         model.eval()
         for name, call in calls.items():
             module = model.get_submodule(name)
-            for inner in _lists_of_experts(module, name) if named is None else _named_lists(module, name, named):
+            for inner in _lists(module, name, named):
                 _note(search, f"{name}.{inner}" if name else inner, _try_list(module, name, inner, call, ranks))
             if _stacked(module) is not None and (named is None or name in named):
                 _note(search, name, _try_stacked(module, name, call, ranks))
@@ -72,8 +72,7 @@ def find_experts(part: Part, batch: Any, ranks: int) -> list[ExpertLayer]:
 def find_experts_without_values(part: Part, batch: Any, ranks: int) -> list[ExpertLayer]:
     """Return the layers of experts of a model without values, by the shapes of their calls: nothing is tried.
 
-    They do not run, and return their rows. Lists of equal modules get rows by value: raise TaskError if there are only
-    these.
+    They do not run, and return their rows. If no module has stacked parameters, lists of equal modules are the layers.
     """
     assert part.loss is not None
     model, fn, named = part.module, part.loss, part.experts
@@ -81,13 +80,15 @@ def find_experts_without_values(part: Part, batch: Any, ranks: int) -> list[Expe
     search = ExpertSearch()
     candidates = _candidates(model, part.blocks, named)
     names = [n for n in candidates if _stacked(model.get_submodule(n)) is not None]
-    if candidates and not names:
-        raise TaskError(
-            f"plan: the experts of {candidates[0]} are a list of modules, which get their rows by value, and a plan "
-            "under parallel.expert knows experts with stacked parameters: measure it (unipar compare)"
-        )
-    with unchanged(model, fn), torch.no_grad(), _noted_calls(model, names, ranks, search):
-        fn(model, batch)
+    if candidates and not names:  # they get rows by value: their calls are not seen
+        for name in candidates:
+            for inner in _lists(model.get_submodule(name), name, named):
+                experts = len(getattr(model.get_submodule(name), inner))
+                layer = ExpertLayer(f"{name}.{inner}" if name else inner, "list", experts)
+                _note(search, layer.name, _not_divided(experts, ranks) if experts % ranks else layer)
+    else:
+        with unchanged(model, fn), torch.no_grad(), _noted_calls(model, names, ranks, search):
+            fn(model, batch)
     _refuse_failed(search, ranks, named)
     return search.layers
 
@@ -165,6 +166,11 @@ def _stacked(module: nn.Module) -> int | None:
         return None
     (size,) = sizes
     return size if size > 1 else None
+
+
+def _lists(module: nn.Module, name: str, named: Sequence[str] | None) -> Iterator[str]:
+    """Yield the names of the lists of a module that may be experts, or that the task names."""
+    yield from _lists_of_experts(module, name) if named is None else _named_lists(module, name, named)
 
 
 def _lists_of_experts(module: nn.Module, name: str) -> Iterator[str]:
@@ -324,7 +330,14 @@ def _try_list(module: nn.Module, name: str, inner: str, call: _Call, ranks: int)
     off = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
     if not off <= _ROUNDING.get(before.dtype, 3e-2):
         return f"it returns something else when its modules run between two passes (off by {off:.1e})"
-    return ExpertLayer(f"{name}.{inner}" if name else inner, "list", experts)
+    given = {**dict(enumerate(call.args)), **call.kwargs}
+    alike = (place for place, value in given.items() if _are_alike(value, call.out))
+    return ExpertLayer(f"{name}.{inner}" if name else inner, "list", experts, like=next(alike, None))
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two values are tensors of one shape and dtype."""
+    return all(isinstance(t, Tensor) for t in (one, other)) and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _run_all(listed: nn.ModuleList) -> Any:

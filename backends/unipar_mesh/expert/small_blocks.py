@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Final
 
-SMALL: Final = 2**18
+FEW_ELEMENTS: Final = 2**18
 """Elements up to which a group of its own costs more time of the CPU than sending them apart saves."""
 
 
@@ -14,5 +14,5 @@ def small_blocks(sizes: Mapping[str, int], experts: Collection[str]) -> frozense
     return frozenset(
         block
         for block, size in sizes.items()
-        if size <= SMALL and any(name.startswith(f"{block}.") for name in experts)
+        if size <= FEW_ELEMENTS and any(name.startswith(f"{block}.") for name in experts)
     )

@@ -57,9 +57,11 @@ class MeshPart(RankPart):
             self.own_blocks = stages.blocks[stages.cuts[stage] : stages.cuts[stage + 1]]
         inside = tuple(f"{name}." for name in self.own_blocks)
         self.experts = [layer for layer in split.experts if f"{layer.name}.".startswith(inside)]
-        self.blocks = blocks_and_experts(self.own_blocks, [layer.name for layer in self.experts])
+        sharded = [name for layer in self.experts for name in layer.sharded_modules(0, axes.expert)]
+        self.blocks = blocks_and_experts(self.own_blocks, sharded)
         self.logged_of_experts = logged_bytes(split.experts)
-        self.experts_of_blocks = frozenset(layer.name for layer in self.experts)
+        self.experts_of_blocks = frozenset(sharded)
+        self._absent = {name for layer in self.experts for name in layer.absent(part.module, 0, axes.expert)}
         self._groups: MeshGroups | None = None
         self._flow: StageFlow | PieceFlow | None = None
         self._way: Choice = split.options.attention
@@ -96,10 +98,11 @@ class MeshPart(RankPart):
                 module._parameters.update(own)
 
     def _local(self, name: str, p: nn.Parameter) -> Tensor:
-        """Return this rank's part of a parameter; zeros without memory if only other stages use it."""
+        """Return this rank's part of a parameter; zeros without memory if only other ranks have it."""
         cut = self._split.cuts.get(name)
         shape = p.shape if cut is None else cut.local_shape()
-        if (stages := self._split.stages) is not None and name not in stages.needs_beside(self.stage):
+        stages = self._split.stages
+        if name in self._absent or (stages is not None and name not in stages.needs_beside(self.stage)):
             return p.detach().new_zeros(()).expand(shape)
         return p if cut is None else nn.Parameter(p.detach().new_empty(shape), p.requires_grad)
 
@@ -119,7 +122,9 @@ class MeshPart(RankPart):
                     undo.callback(join_before(block))
             if split.vocabulary is not None:
                 undo.callback(arm_vocabulary(self.model, split.vocabulary, self._groups.group("tensor")))
-            for layer in (each for each in self.experts if each.name not in self.left_out):
+            for layer in self.experts:
+                if self.left_out.intersection(layer.sharded_modules(0, self._axes.expert)):
+                    continue
                 undo.callback(arm_experts(self.model, layer, self._groups.experts(), assumed=self.routing))
             stage = self._stage()
             self._split_sequence(self._groups, stage, undo)
@@ -236,6 +241,8 @@ class ModelSplit:
                 fake_batch = map_tensors(batch, mode.from_tensor)
                 trained = replace(part, blocks=self.blocks)
                 left_out = find_experts_without_values(trained, fake_batch, axes.expert)
+                if axes.tensor > 1:
+                    _refuse_lists(left_out)
         if axes.expert > 1:
             self.experts = left_out
         self.plans: Mapping[str, BlockPlan] = {}
@@ -262,6 +269,15 @@ class ModelSplit:
         self.stages: PlannedStages | None = None
         if axes.pipeline > 1:
             self.stages = plan_stages(part, self.blocks, axes, batch, first.fake_mode)
+
+
+def _refuse_lists(layers: Sequence[ExpertLayer]) -> None:
+    for layer in layers:
+        if layer.kind == "list":
+            raise TaskError(
+                f"plan: the experts {layer.name} are a list of modules, which get their rows by value, and a plan "
+                "under parallel.tensor knows experts with stacked parameters: measure it (unipar compare)"
+            )
 
 
 def split_model(

@@ -100,7 +100,7 @@ class Model(Section):
 
     @property
     def recomputes(self) -> Literal["none", "blocks", "selective"]:
-        """What is recomputed in the blocks, in all of them or in some."""
+        """Kind of recomputation, in all blocks or in some."""
         return self.recompute if isinstance(self.recompute, str) else "blocks"
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unipar.distributed.place import Place
+from unipar.launcher.processes.recompute import plan_recompute
 from unipar.launcher.processes.worker import exit_on_error
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def open_trial(settled: SettledConfig, backend: Backend, task: Task, place: Plac
         run_toy_step(world)
         limit.begin(world.device)
 
-    with open_run(settled, backend, task, place, run, met=met) as live:
+    with open_run(settled, backend, task, place, run, met=met, plan_recompute=plan_recompute) as live:
         with uncounted_allocations():  # the data's memory is not the model's
             if type(task).train is Task.train:
                 live.loader  # noqa: B018 - made here

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, final
+from dataclasses import replace
+from typing import final
 
 from unipar.backend.offered_strategies import strategy_of
 from unipar.config import Config
@@ -12,49 +12,12 @@ from unipar.config.sections.model import RecomputeFit
 from unipar.config.settled import SettledConfig
 from unipar.errors import ConfigError, TaskError, Unsupported
 from unipar.planning.cuda_total import runtime_terms
+from unipar.planning.recompute_choice import Recompute, RecomputeChoice
 from unipar.prediction.request import PredictionRequest
 from unipar.task import Task
 from unipar.training.fake_run.task_traces import TaskTraces
 from unipar.training.fake_run.token_traces import TokenTraces, traces_of
 from unipar.utils.text import count_of, format_size
-
-Recompute = Literal["none", "blocks"] | tuple[str, ...]
-"""Blocks that are recomputed: none, all, or those with these names."""
-
-
-@dataclass(frozen=True)
-class RecomputeChoice:
-    """Blocks that are recomputed, and what a rank needs by the plan."""
-
-    names: tuple[str, ...]
-    """Names of the blocks, the first of the model's."""
-
-    of: int
-    """Number of the model's blocks."""
-
-    fit: int
-    needed: int
-    """Bytes of the fullest rank with these blocks recomputed."""
-
-    unrecomputed: int
-    """Bytes with none."""
-
-    @property
-    def recompute(self) -> Recompute:
-        """The same as a value of `model.recompute`."""
-        return self.names or "none"
-
-    @property
-    def says(self) -> str:
-        """Sentence for the run log and `unipar explain`."""
-        planned = f"{format_size(self.needed)} of {format_size(self.fit)} by the plan"
-        if not self.names:
-            return f"no block recomputed: {planned}"
-        which = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
-        return (
-            f"{len(self.names)} of {count_of(self.of, 'block')} recomputed ({which}): {planned}, "
-            f"{format_size(self.unrecomputed)} with none"
-        )
 
 
 @final
