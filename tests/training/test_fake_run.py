@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.short_text import short_text
 from unipar.config.config_source import load_given_config
 from unipar.errors import TaskError
 from unipar.prediction.timeline import PredictedParameter
+from unipar.training.fake_run.step_recorder import StepRecorder
 from unipar.training.fake_run.trace_task import TracedTask, trace_task
 
 CHARS = short_text()
@@ -272,3 +275,14 @@ def test_errors_of_the_tasks_code(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert str(caught.value).startswith(sentence)
     assert str(caught.value).endswith(f"({tmp_path}/small.py, line {len(lines)})")
     assert capsys.readouterr().out == ""
+
+
+def test_a_shape_without_memory_is_no_allocation() -> None:
+    """A tensor on the meta device, and views of it, have none in a training either."""
+    mode, recorder = FakeTensorMode(), StepRecorder([])
+    with mode, recorder:
+        recorder.begin("forward")
+        shape = torch.empty(1000, 1000, device="meta").view(-1)
+        made = torch.zeros(10)
+    assert (shape.shape, made.shape) == ((1_000_000,), (10,))
+    assert [(block.size, block.operation) for block in recorder.blocks] == [(40, "zeros.default")]

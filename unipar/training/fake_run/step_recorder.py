@@ -237,6 +237,8 @@ class StepRecorder(TorchDispatchMode):
         return self._modules[-1] if self._modules else ""
 
     def _see(self, t: Tensor, func: Any, place: MemoryPlace) -> None:
+        if t.device.type == "meta":
+            return  # a shape to compute with: it has no memory in a training either
         storage = t.untyped_storage()
         key = _key(t)
         if key in self._live or key in self._kept:
