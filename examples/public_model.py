@@ -1,8 +1,4 @@
-"""Public models from the numbers of their configs: `unipar plan configs/recipes/llama3_8b_full.yaml --world 8`.
-
-With a file of tokens it trains; without one, every token is 0, which is enough for a plan. `model.weights` loads the
-files of the hub. docs/recipes.md has all recipes.
-"""
+"""Public models from the numbers of their configs: `unipar plan configs/recipes/llama3_8b_full.yaml --world 8`."""
 # pyright: reportImplicitOverride=false
 
 from __future__ import annotations
@@ -21,6 +17,11 @@ import unipar
 
 
 class PublicModel(unipar.Task):
+    """A causal language model, of which `model.weights` may load the hub's files; docs/recipes.md has configs for it.
+
+    With a file of tokens it trains; without one, every token is 0, which is enough for a plan.
+    """
+
     def __init__(
         self,
         family: str,
