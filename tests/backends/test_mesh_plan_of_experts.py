@@ -235,7 +235,7 @@ def test_attention_that_does_not_run_on_a_part_is_refused() -> None:
 
 def test_attention_is_computed_again_in_the_same_way() -> None:
     """Under recompute, the way that auto has chosen with a mask of all positions, which are cut by then."""
-    task = {**given(), "model": {"recompute": "blocks"}}
+    task: dict[str, Any] = {**given(), "model": {"recompute": "blocks"}}
     task["task"]["args"] |= {"attention": "sdpa", "num_attention_heads": 8, "num_key_value_heads": 2}
     (row,) = unipar.plan(task, strategies=["native/nothing+context2"], worlds=[2]).rows
     assert not row.refusal
