@@ -482,9 +482,9 @@ CASES: dict[str, Case] = {
     "balance-times-accumulation": Case(
         "NVIDIA-NeMo/Automodel!3359",
         "The loss that balances experts entered the backward of every microbatch without a division by their number.",
-        "another backward",
+        "an auxiliary loss counted several times",
         "step 1, backward experts.balance (rank 0, microbatch 1)",
-        "faults._classify_backward",
+        "expert_faults.classify_backward",
         task="ExpertTexts",
     ),
     "balance-lost": Case(

@@ -30,6 +30,12 @@ EXCHANGE = {"copy to the host in unipar_mesh/expert/exchange.py": 4.0}
 MASK = {"item in site-packages/transformers/masking_utils.py": 2.0}
 """Waits of transformers for a mask in each microbatch."""
 
+NORM_ON_HOST = {"item in unipar/engines/update_guard.py": 1.0}
+"""Wait for a norm, which must be finite, before an update by an optimizer that cannot leave it out on the device."""
+
+GROUPED_BACKWARD = {"copy to the host in torch": 16.0}
+"""Waits of a backward of grouped products for the numbers of rows, of torch's own kernel that is not CUDA's."""
+
 WAITS: dict[str, dict[str, float]] = {
     "native/parameters, offload: parameters": {"copy to the host in torch": 24.0, "event in torch": 24.0},
     "deepspeed/optimizer, offload: optimizer, deepspeed: torch": {
@@ -48,6 +54,10 @@ WAITS: dict[str, dict[str, float]] = {
         "copy from pageable memory in runtime/zero/stage3.py": 1.0, "item in deepspeed/runtime/utils.py": 1.0,
         "device in deepspeed/accelerator/cuda_accelerator.py": 1.0, "stream in runtime/zero/stage3.py": 2.0,
     },
+    "native/nothing, optimizer: muon": NORM_ON_HOST,
+    "native/parameters, optimizer: muon": NORM_ON_HOST,
+    "native/nothing, optimizer: adamw-8bit": NORM_ON_HOST,
+    "native/optimizer, optimizer: adamw-8bit": NORM_ON_HOST,
     "deepspeed/optimizer, ema: 0.9": NORM,
     "deepspeed/gradients, compile: aot_eager": NORM,
     "deepspeed/gradients, contrastive": NORM,
@@ -56,18 +66,18 @@ WAITS: dict[str, dict[str, float]] = {
     "native/nothing+expert2, Experts stacked": EXCHANGE | {"nonzero in tests/support/expert_models.py": 16.0},
     "native/nothing+expert2, Experts list": EXCHANGE | {"nonzero in tests/support/expert_models.py": 64.0},
     "native/nothing+expert2, Mixtral batched_mm": EXCHANGE | MASK,
-    "native/nothing+expert2, Mixtral grouped_mm": EXCHANGE | MASK | {
+    "native/nothing+expert2, Mixtral grouped_mm": EXCHANGE | MASK | GROUPED_BACKWARD | {
         "copy to the host in transformers/integrations/moe.py": 8.0,
     },
     "native/parameters+expert2, Mixtral batched_mm": EXCHANGE | MASK,
-    "deepspeed/optimizer+expert2, Mixtral": MASK | {
+    "deepspeed/optimizer+expert2, Mixtral": MASK | GROUPED_BACKWARD | {
         "copy to the host in deepspeed/module_inject/auto_ep_layer.py": 4.0,
         "copy from pageable memory in deepspeed/module_inject/auto_ep_layer.py": 4.0,
         "copy to the host in deepspeed/moe/ep_experts.py": 8.0, "item in deepspeed/moe/ep_kernels.py": 80.0,
         "copy from pageable memory in deepspeed/runtime/utils.py": 2.0, "item in deepspeed/runtime/utils.py": 3.0,
     },
 }  # fmt: skip
-"""Waits of a rank in a step between two logged ones, all of them libraries' own, or the models'; the others have none.
+"""Waits of a rank in a step between two logged ones: libraries' own, the models', and one for a norm; others have none.
 
 Experts cost one wait for each layer and microbatch, whose exact numbers of rows the host must know.
 """
