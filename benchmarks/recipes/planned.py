@@ -48,7 +48,7 @@ class PlannedRecipe:
     seconds: float | None
     rate: float | None
     to_fit: str
-    """What would have to change; empty if it fits."""
+    """Changes with which it would fit; empty if it does."""
 
 
 def plan_recipe(file: Path) -> Iterator[PlannedRecipe]:
@@ -89,7 +89,7 @@ class PublishedPeak:
     measured: Literal["allocated", "reserved", "device"]
     set_aside: bool = False
     differences: str = ""
-    """What differs between their setting and the planned one."""
+    """Differences between their setting and the planned one."""
 
     reason: str = ""
     """Why the plan is farther off than the limit, or why there is none."""

@@ -91,7 +91,7 @@ def test_tables_are_put_between_their_marks(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_tokens_of_a_file_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fill a row is left out."""
+    """Tokens that do not fill a row are left out."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from public_model import PublicModel  # pyright: ignore[reportMissingImports]
 

@@ -289,7 +289,7 @@ class _CopyStream:
         """Pinned memory without a use, by its bytes."""
 
     def take_host(self, size: int) -> Tensor:
-        """Return at least so many bytes of pinned memory.
+        """Return pinned memory of at least `size` bytes.
 
         torch would hand out memory again only when copies have ended, while the host is ahead of them.
         """

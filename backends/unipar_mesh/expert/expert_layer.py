@@ -35,7 +35,7 @@ class ExpertLayer:
     """Attributes of such a module that are the number of its experts."""
 
     like: PlaceInCall | None = None
-    """Where the module that calls a list has an argument of the shape that it returns; None: it has none."""
+    """Place of the argument of the shape that a module that calls a list returns; None: it has none."""
 
     def own(self, seat: int, ranks: int) -> range:
         """Return the experts of one of `ranks` ranks."""

@@ -61,7 +61,7 @@ def choose_recomputed(request: PredictionRequest, traces: RecomputeTraces) -> Re
     assert isinstance(fit, RecomputeFit)
 
     def needed(count: int) -> int:
-        """Return what the fullest rank needs if so many blocks are recomputed."""
+        """Return what the fullest rank needs if `count` blocks are recomputed."""
         recompute: Recompute = "none" if not count else "blocks" if count == len(blocks) else blocks[:count]
         config = request.config.changed({"model.recompute": recompute})
         return traces.of(recompute).predict_needed(replace(request, config=config))
@@ -94,7 +94,7 @@ def choose_for_run(settled: SettledConfig, task: Task | None = None) -> Recomput
 
 
 def find_fewest(needed: Callable[[int], int], blocks: int, fit: int, most: int, least: int) -> tuple[int, int]:
-    """Return the fewest of so many blocks with which `needed` is at most `fit`, and what is needed then.
+    """Return the fewest of `blocks` with which `needed` is at most `fit`, and what is needed then.
 
     `most`, `least`: what is needed with none, which does not fit, and with all, which fits. Bytes go nearly along a
     line, by which the next number to try is guessed.

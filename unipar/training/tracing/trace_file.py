@@ -66,7 +66,7 @@ class TracedRange:
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def name_collective(self, kind: str, axis: str | None, size: int) -> None:
-        """Make this the range of a collective of so many bytes along an axis; None: in a group of one rank."""
+        """Make this the range of a collective of `size` bytes along an axis; None: in a group of one rank."""
         where = f"{kind} over {axis}" if axis is not None else f"{kind} in a group of one rank"
         self.name, self.kind = f"{where}, {format_size(size)}", kind
         self.args = {"entry": where, "axis": axis or "", "bytes": size}
