@@ -185,15 +185,7 @@ class Progress:
             self.say(f"work: {row['said']}")
         elif row["event"] == "compiler":
             self.say(f"{row['what']}: {row['why']}")
-        elif row["event"] in (
-            "training mode",
-            "precision",
-            "recomputed blocks",
-            "data",
-            "tracker",
-            "memory",
-            "read on",
-        ):
+        elif row["event"] in _SAID_EVENTS:
             self.say(f"{'data' if row['event'] == 'read on' else row['event']}: {row['said']}")
         elif row["event"] == "trace":
             for trace in list_traces({0: [row]}, self._run):

@@ -55,7 +55,7 @@ class ObservedFp8Linear(Fp8Linear):
     """Linear layer in fp8 that notes, once, what multiplies: beside its first forward, which stays as it is."""
 
     kernel: str | None = None
-    """What multiplied; None: nothing did in fp8."""
+    """Product that multiplied; None: nothing did in fp8."""
 
     left_by: str = ""
     """How the layer's weight was used without a product in fp8; judged only if there was none with one."""

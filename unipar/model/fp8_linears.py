@@ -19,7 +19,7 @@ from unipar.errors import ConfigError, Inconsistent
 from unipar.utils.text import count_of, first_few, patterns_of
 
 Kernel = Literal["torch._scaled_mm", "emulated in fp32"]
-"""What multiplies: the device's own product of fp8 numbers, or one in fp32 of numbers that were rounded to fp8."""
+"""Product that multiplies: the device's own one of fp8 numbers, or one in fp32 of numbers that were rounded to fp8."""
 
 OLDEST_CAPABILITY: Final = (8, 9)
 """Compute capability of the first NVIDIA GPUs (Ada) with products in fp8."""

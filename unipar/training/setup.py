@@ -102,10 +102,8 @@ def open_run(
         watcher = _make_step_memory(config, backend, world, run, heartbeat, run_log)
         config_values = config.model_dump(mode="json")
         trackers = TrackerWriter(config.log.to, run, place.rank, config_values, run_log.note, after=after)
-        resumes, build = (
-            chosen is not None,
-            partial(build_run, settled, backend, task, world, heartbeat=heartbeat, recompute=recompute),
-        )
+        resumes = chosen is not None
+        build = partial(build_run, settled, backend, task, world, heartbeat=heartbeat, recompute=recompute)
         with explain_out_of_memory(run, place.rank):
             tried = _try_largest(build, world, run_log, trackers) if config.batch.memory_check else None
             live = build(run_log=run_log, trackers=trackers, resumes=resumes)
